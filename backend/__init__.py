@@ -1,0 +1,1 @@
+"""What runs inside the worker process of one loaded model."""

@@ -1,0 +1,1 @@
+"""The tensor operations: plain torch twins and their fast forms."""

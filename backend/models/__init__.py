@@ -1,0 +1,1 @@
+"""Network architectures, their configuration and their weights."""

@@ -1,0 +1,1 @@
+"""From a Batch of integers to tensors, and back to token ids."""

@@ -1,0 +1,1 @@
+"""What depends on the vocabulary: tokens, templates, text out."""

@@ -1,0 +1,1 @@
+"""The command line: words in, HTTP out, an exit code back."""

@@ -1,0 +1,1 @@
+"""The long-lived process: which models are loaded, and for how long."""

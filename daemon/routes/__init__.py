@@ -1,0 +1,1 @@
+"""HTTP bodies in, HTTP bodies out."""

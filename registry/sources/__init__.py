@@ -1,0 +1,1 @@
+"""The places a model can be pulled from, behind one interface."""
