@@ -126,7 +126,7 @@ class Generate(Message, frozen=True):
     shift: bool = True  # at the end of the window, drop the oldest half and go on
     think: bool | str | None = None  # None: as the model's template has it
     format: Any = None  # None, "json", a JSON schema object, {"regex": ...} or {"grammar": ...}
-    output_ids: list[int] = []  # tokens generated before; the stream goes on after them
+    output_ids: list[int] = []  # generated before by another worker; see Delta
     parse: bool = True  # split thinking and tool calls from the text; False: text as it is
     priority: int = 0  # lower runs first
     client: str = ""  # fairness key
@@ -239,6 +239,10 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     `token_ids` are the ids *released* with this text: decode(all ids so far) starts with all text
     so far, and is equal to it at the end. Ids held back (half a character, half a stop string) come
     with the delta that releases their text; the final delta brings the rest.
+
+    A resumed sequence (`Generate.output_ids`) is told from its first token: its first delta carries
+    the text of `output_ids` again, and the receiver drops as much as it already passed on. What was
+    held back where the old worker died is thus neither lost nor doubled.
     """
 
     id: str
