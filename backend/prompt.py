@@ -67,14 +67,14 @@ class PromptBuilder:
         template = self._template_of(request)
         dropped = 0
         if request.messages is not None:
-            rendered, dropped = self._render(request, template, limit)
+            rendered, dropped = self._render(request, template, limit, window)
             ids = self.encode(rendered, request.add_bos)
         elif request.token_ids is not None:
-            rendered, ids = "", self._checked(request.token_ids)
+            rendered, ids = "", self.checked(request.token_ids)
         else:
             rendered = self._with_suffix(request)
             ids = self.encode(rendered, request.add_bos)
-        ids = [*self._checked(request.context_ids), *ids]
+        ids = [*self.checked(request.context_ids), *ids]
         fitted = self._fit(request, ids, limit, window)
         if not fitted:
             raise RequestRefused("bad_request", "the prompt is empty: there is nothing to go on from")
@@ -132,7 +132,7 @@ class PromptBuilder:
             raise RequestRefused("bad_request", f"template error: {error}") from error
 
     def _render(
-        self, request: Generate, template: ChatTemplate | None, limit: int
+        self, request: Generate, template: ChatTemplate | None, limit: int, window: int
     ) -> tuple[str, int]:
         kwargs = {**request.template_kwargs, **_think_kwargs(request)}
         messages = request.messages or []
@@ -142,9 +142,12 @@ class PromptBuilder:
 
         if not request.truncate:
             return text_of(messages), 0
-        fitted = fit_messages(
-            messages, lambda kept: len(self.encode(text_of(kept), request.add_bos)), limit
-        )
+        def size_of(kept: Sequence[Mapping[str, Any]]) -> int:
+            return len(self.encode(text_of(kept), request.add_bos))
+
+        if size_of(messages) < window:
+            return text_of(messages), 0
+        fitted = fit_messages(messages, size_of, limit)
         return text_of(fitted.messages), fitted.num_dropped
 
     def _with_suffix(self, request: Generate) -> str:
@@ -153,7 +156,7 @@ class PromptBuilder:
         raise RequestRefused("unsupported", "this model does not support insert")
 
     def _fit(self, request: Generate, ids: list[int], limit: int, window: int) -> list[int]:
-        if len(ids) < window and (len(ids) <= limit or not request.truncate):
+        if len(ids) < window:
             return ids
         if not request.truncate:
             raise RequestRefused(
@@ -161,7 +164,8 @@ class PromptBuilder:
             )
         return fit_tokens(ids, limit, request.num_keep)
 
-    def _checked(self, ids: Sequence[int]) -> list[int]:
+    def checked(self, ids: Sequence[int]) -> list[int]:
+        """The ids, all inside the vocabulary; else RequestRefused names the first that isn't."""
         size = self.tokenizer.vocab_size
         for token_id in ids:
             if not 0 <= token_id < size:

@@ -1,0 +1,139 @@
+"""Where the parts of one worker meet: files in, a Model that can serve out.
+
+The only module that knows the engine, the runner, the models and the text side at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .engine.engine import Engine
+from .engine.scheduler import Scheduler, SchedulerConfig
+from .models.checkpoint import BadModel, UnsupportedModel, open_checkpoint
+from .prompt import PromptBuilder, RequestRefused
+from .protocol import Embed, Generate, Load, Ready, Tokenize, Tokenized
+from .runner.model_runner import ModelRunner, NoMemory
+from .text.chat_template import ChatTemplate, TemplateError, find_template
+from .text.tokenizer import BadTokenizer, Tokenizer, load_tokenizer
+
+log = logging.getLogger("llmd.worker")
+
+Progress = Callable[[float, str], None]  # fraction of the load that is done, what is being done
+
+DEFAULT_BATCH_TOKENS = 2048  # of one step; the scheduler shrinks it while streams decode
+
+
+@dataclass(slots=True)
+class Model:
+    """A loaded model and all that serves it. Owner: the worker."""
+
+    load: Load
+    tokenizer: Tokenizer
+    prompts: PromptBuilder
+    engine: Engine
+    runner: ModelRunner
+    ready: Ready
+
+    @property
+    def kv_bytes(self) -> int:
+        """Physical memory that the KV cache holds now."""
+        return self.runner.kv_bytes
+
+    def set_kv_budget(self, budget_bytes: int) -> None:
+        """Let the KV cache grow to, or make it shrink to, this many bytes."""
+        self.engine.set_num_blocks(self.runner.set_kv_budget(budget_bytes))
+
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Raises RequestRefused for ids outside the vocabulary or a template's refusal."""
+        if request.token_ids is not None:
+            ids = self.prompts.checked(request.token_ids)
+            return Tokenized(request.id, ids, self.tokenizer.decode(ids))
+        text = request.text or ""
+        if request.messages is not None:
+            text = self.prompts.render(request.messages, request.tools, self.prompts.template, {})
+        return Tokenized(request.id, self.prompts.encode(text, request.add_bos), text)
+
+    def grammar_for(self, request: Generate) -> Any:
+        """The token mask that the request's `format` asks for, or None."""
+        if request.format is not None:
+            raise RequestRefused("unsupported", "structured output is not supported yet")
+        return None
+
+    def embed(self, request: Embed) -> tuple[list[list[float]], int]:
+        """Vectors for the texts, and the tokens that were read."""
+        raise RequestRefused("unsupported", f"{self.load.name} does not support embeddings")
+
+    def close(self) -> None:
+        """The worker ends: nothing of the model is needed any more."""
+        log.info("%s ends: %r", self.load.name, self.engine)
+
+
+def load_model(load: Load, progress: Progress) -> Model:
+    """Read the model's files and make it ready.
+
+    Raises RequestRefused with one clear sentence if the files are damaged, of a kind that is not
+    supported, or too big for the memory there is.
+    """
+    started = time.monotonic()
+    try:
+        model = _assemble(load, progress)
+    except UnsupportedModel as error:
+        raise RequestRefused("unsupported", str(error)) from error
+    except (BadModel, BadTokenizer, TemplateError) as error:
+        raise RequestRefused("bad_model", str(error)) from error
+    except (NoMemory, MemoryError) as error:
+        raise RequestRefused("no_memory", str(error)) from error
+    log.info("%s is ready after %.1f s: %s", load.name, time.monotonic() - started, model.ready)
+    return model
+
+
+def _assemble(load: Load, progress: Progress) -> Model:
+    progress(0.0, "opening")
+    checkpoint = open_checkpoint(load.files)
+    tokenizer = load_tokenizer(load.files, load.cache_dir)
+    progress(0.05, "reading weights")
+    runner = ModelRunner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
+    engine = Engine(
+        Scheduler(
+            SchedulerConfig(
+                num_blocks=runner.num_blocks,
+                block_size=runner.block_size,
+                max_num_seqs=load.max_num_seqs,
+                max_batch_tokens=load.max_batch_tokens or DEFAULT_BATCH_TOKENS,
+                prefill_chunk=load.prefill_chunk,
+                cache_seed=f"{load.digest}/{runner.details.get('dtype', '')}".encode(),
+            )
+        ),
+        runner,
+    )
+    context_length = min(runner.context_length, engine.max_sequence_tokens)
+    source = load.template or find_template(load.files)
+    template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+    builder = PromptBuilder(tokenizer, template, checkpoint.config.architecture, context_length)
+    ready = Ready(
+        context_length=context_length,
+        trained_context_length=checkpoint.config.context_length,
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        block_bytes=runner.block_bytes,
+        weights_bytes=runner.weights_bytes,
+        dtype=str(runner.details.get("dtype", "")),
+        capabilities=_capabilities(template),
+        vocab_size=tokenizer.vocab_size,
+        details=dict(runner.details),
+    )
+    progress(1.0, "ready")
+    return Model(load, tokenizer, builder, engine, runner, ready)
+
+
+def _capabilities(template: ChatTemplate | None) -> list[str]:
+    capabilities = ["completion"]
+    if template is not None and template.supports_tools:
+        capabilities.append("tools")
+    if template is not None and template.supports_thinking:
+        capabilities.append("thinking")
+    return capabilities
