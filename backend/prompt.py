@@ -77,7 +77,9 @@ class PromptBuilder:
         ids = [*self.checked(request.context_ids), *ids]
         fitted = self._fit(request, ids, limit, window)
         if not fitted:
-            raise RequestRefused("bad_request", "the prompt is empty: there is nothing to go on from")
+            raise RequestRefused(
+                "bad_request", "the prompt is empty: there is nothing to go on from"
+            )
         room = window - len(fitted)
         return Prompt(
             request=request,
@@ -95,9 +97,7 @@ class PromptBuilder:
         """Special tokens in the text are recognised; a BOS is never doubled."""
         bos = self.tokenizer.special_tokens.get("bos_token")
         has_bos = bool(bos) and text.startswith(str(bos))
-        return self.tokenizer.encode(
-            text, add_special=add_bos and not has_bos, parse_special=True
-        )
+        return self.tokenizer.encode(text, add_special=add_bos and not has_bos, parse_special=True)
 
     def render(
         self,
@@ -142,6 +142,7 @@ class PromptBuilder:
 
         if not request.truncate:
             return text_of(messages), 0
+
         def size_of(kept: Sequence[Mapping[str, Any]]) -> int:
             return len(self.encode(text_of(kept), request.add_bos))
 

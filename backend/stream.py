@@ -14,6 +14,8 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from .engine.batch import Logprobs
 from .protocol import Delta, Finished, TokenLogprob, ToolCall
 from .text.detokenizer import Detokenizer, Released
@@ -65,7 +67,9 @@ class Stream:
         self._held_ids: list[int] = []
         self._held_logprobs: list[TokenLogprob] = []
 
-    def push(self, ids: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> tuple[Delta, str | None]:
+    def push(
+        self, ids: Sequence[int], logprobs: Sequence[Logprobs] = ()
+    ) -> tuple[Delta, str | None]:
         """The delta that these ids release, and the stop string that they completed, if any."""
         self._hold(ids, logprobs)
         released = self._detokenizer.push(ids)
@@ -136,8 +140,7 @@ class Stream:
 
     def _token_logprob(self, token_id: int, entry: Logprobs) -> TokenLogprob:
         top = [
-            self._named(other, value)
-            for other, value in zip(entry.top_ids, entry.top, strict=True)
+            self._named(other, value) for other, value in zip(entry.top_ids, entry.top, strict=True)
         ]
         chosen = self._named(token_id, entry.chosen)
         return TokenLogprob(token_id, chosen.token, entry.chosen, chosen.bytes, top)
@@ -160,17 +163,7 @@ def is_silent(delta: Delta) -> bool:
 
 
 def _stopped_by(finished: Finished, stop: str) -> Finished:
-    return Finished(
-        reason="stop",
-        stop_reason=stop,
-        num_prompt_tokens=finished.num_prompt_tokens,
-        num_cached_tokens=finished.num_cached_tokens,
-        num_output_tokens=finished.num_output_tokens,
-        num_preemptions=finished.num_preemptions,
-        queue_s=finished.queue_s,
-        prefill_s=finished.prefill_s,
-        decode_s=finished.decode_s,
-    )
+    return msgspec.structs.replace(finished, reason="stop", stop_reason=stop)
 
 
 def _call_id() -> str:

@@ -41,14 +41,12 @@ from .protocol import (
     Generate,
     Load,
     Loading,
-    Ready,
     SetKVBudget,
     Shutdown,
     Started,
     Stats,
     Step,
     Tokenize,
-    Tokenized,
 )
 from .stream import Stream, is_silent
 
@@ -158,7 +156,9 @@ class Reader(threading.Thread):
                 self._output.send(Failed(request.id, error.code, str(error)))
             except Exception as error:
                 log.exception("request %s could not be prepared", request.id)
-                self._output.send(Failed(request.id, "internal", f"{type(error).__name__}: {error}"))
+                self._output.send(
+                    Failed(request.id, "internal", f"{type(error).__name__}: {error}")
+                )
         elif isinstance(request, Load):
             raise protocol.ProtocolError("a second Load came")
         else:
@@ -271,9 +271,7 @@ class Worker:
                 break
         self._end_if_drained()
 
-    def _handle(
-        self, item: Prompt | Embed | Cancel | SetKVBudget | Shutdown | EndOfInput
-    ) -> None:
+    def _handle(self, item: Prompt | Embed | Cancel | SetKVBudget | Shutdown | EndOfInput) -> None:
         if isinstance(item, Prompt):
             self._admit(item)
         elif isinstance(item, Cancel):
@@ -404,7 +402,7 @@ class Worker:
             return [] if is_silent(delta) else [delta]
         del self._running[output.id]
         figures = self._engine.cancel(output.id)
-        finished = replace_reason(_finished("stop", running, figures), stop)
+        finished = _finished("stop", running, figures, stop)
         return [_joined(delta, running.stream.stop(finished))]
 
     def _end_of_sequence(self, running: Running, output: SequenceOutput) -> list[Delta]:
@@ -452,7 +450,9 @@ class Worker:
     def _send_stats_if_due(self) -> None:
         now = self._clock()
         since = now - self._stats_sent_at
-        if since >= HEARTBEAT_S or (since >= STATS_PERIOD_S and self._counts() != self._last_counts):
+        if since >= HEARTBEAT_S or (
+            since >= STATS_PERIOD_S and self._counts() != self._last_counts
+        ):
             self._send_stats()
 
     def _send_stats(self) -> None:
@@ -487,11 +487,12 @@ class Worker:
         return (output_tokens - before) / (now - since) if now > since else 0.0
 
 
-def _finished(reason: str, running: Running, output: SequenceOutput | None) -> Finished:
-    stop_token = output.stop_token if output is not None else None
+def _finished(
+    reason: str, running: Running, output: SequenceOutput | None, stop: str | None = None
+) -> Finished:
     return Finished(
         reason=reason,
-        stop_reason=stop_token,
+        stop_reason=stop if stop is not None else (output.stop_token if output else None),
         num_prompt_tokens=len(running.prompt.prompt_ids),
         num_cached_tokens=output.num_cached_tokens if output else 0,
         num_output_tokens=running.num_output_tokens,

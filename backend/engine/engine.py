@@ -1,0 +1,172 @@
+"""The loop of one model: schedule, run, update.
+
+Owner: the worker's engine thread; nothing here is thread-safe. A runner that raises ends the
+sequences of that step with the reason "error"; the engine itself goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .batch import Logprobs, Runner
+from .scheduler import Advance, Scheduler, Unservable
+from .sequence import EngineRequest, Sequence
+
+__all__ = ["Engine", "EngineRequest", "EngineStats", "SequenceOutput", "Unservable"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step, or a cancel, did to one sequence. The figures are those so far."""
+
+    id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: str | None = None  # one of protocol.FINISH_REASONS
+    stop_token: int | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters only grow; the rest is now."""
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_free: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+
+
+class Engine:
+    """Joins a Scheduler and a Runner."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        # Counters of what is done with; the live sequences' own counts come on top.
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_output_tokens = 0
+        self._num_preemptions = 0
+
+    def __repr__(self) -> str:
+        return f"<Engine {self._num_steps} steps | {self._scheduler!r}>"
+
+    @property
+    def has_work(self) -> bool:
+        """A sequence is running or waiting: `step` has something to do."""
+        return self._scheduler.has_work
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and output of one sequence together can never be more."""
+        return self._scheduler.max_sequence_tokens
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence. Raises Unservable (both numbers in it) if it can never fit."""
+        self._scheduler.add(request, self._clock())
+
+    def cancel(self, id: str) -> SequenceOutput | None:
+        """End a sequence now; its blocks are free for the next step. None if it is not there."""
+        sequence = self._scheduler.cancel(id)
+        if sequence is None:
+            return None
+        self._count_end(sequence)
+        return _output(Advance(sequence, (), finish_reason="abort"))
+
+    def step(self) -> list[SequenceOutput]:
+        """Run one step. One output for each sequence that got tokens, or ended."""
+        batch = self._scheduler.schedule(self._clock())
+        if batch is None:
+            return []
+        self._num_steps += 1
+        try:
+            result = self._runner.execute(batch)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            advances = self._scheduler.fail(batch.step, message)
+        else:
+            self._num_computed_tokens += batch.num_tokens
+            advances = self._scheduler.update(result, self._clock())
+        for advance in advances:
+            self._num_output_tokens += len(advance.token_ids)
+            if advance.finish_reason is not None:
+                self._count_end(advance.sequence)
+        return [_output(advance) for advance in advances]
+
+    def force_preempt(self, id: str) -> bool:
+        """Preempt a running sequence, as if blocks had run out. For tests of that path."""
+        return self._scheduler.preempt(id)
+
+    def set_num_blocks(self, num_blocks: int) -> None:
+        """The KV memory was given more room, or less."""
+        self._scheduler.set_num_blocks(num_blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every known prefix. False, and nothing changed, while something runs."""
+        return self._scheduler.pool.reset()
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        pool = self._scheduler.pool
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            blocks_total=pool.num_blocks,
+            blocks_in_use=pool.num_in_use,
+            blocks_cached=pool.num_cached,
+            blocks_free=pool.num_blank,
+            steps=self._num_steps,
+            prompt_tokens=max(self._num_computed_tokens - self._num_output_tokens, 0),
+            cached_tokens=self._num_cached_tokens,
+            output_tokens=self._num_output_tokens,
+            preemptions=self._num_preemptions,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of the scheduler and its pool."""
+        self._scheduler.check()
+
+    def _count_end(self, sequence: Sequence) -> None:
+        self._num_cached_tokens += sequence.num_cached_tokens
+        self._num_preemptions += sequence.num_preemptions
+
+
+def _output(advance: Advance) -> SequenceOutput:
+    sequence = advance.sequence
+    scheduled, first = sequence.first_scheduled_at, sequence.first_token_at
+    last = sequence.last_token_at
+    return SequenceOutput(
+        id=sequence.id,
+        token_ids=advance.token_ids,
+        logprobs=advance.logprobs,
+        finish_reason=advance.finish_reason,
+        stop_token=advance.stop_token,
+        error=advance.error,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        queue_s=scheduled - sequence.arrived_at if scheduled is not None else 0.0,
+        prefill_s=first - scheduled if first is not None and scheduled is not None else 0.0,
+        decode_s=last - first if last is not None and first is not None else 0.0,
+    )

@@ -1,0 +1,117 @@
+"""One sequence: its tokens, how many of them are computed, and the blocks that hold them.
+
+    WAITING ──admit──▶ RUNNING ──finish──▶ FINISHED
+       ▲                  │
+       └─────preempt──────┘   all blocks are given back; the tokens stay
+
+Owner: the Scheduler, also when a token is appended. Everyone else reads.
+
+Invariants: 0 <= num_computed <= len(token_ids); a RUNNING sequence has a row and blocks for what is
+computed; a WAITING one has neither. `block_keys` names the full blocks of `token_ids`, in order.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..protocol import SamplingParams
+from .block_pool import block_key
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What the engine is asked to continue.
+
+    `token_ids` are the prompt and, for a sequence that an earlier worker began, its outputs so far;
+    `num_prompt_tokens` tells the border. `max_tokens` counts all outputs, the earlier ones too.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0  # lower runs first
+    client: str = ""  # waiting sequences of one client take turns with those of others
+    cache_salt: str = ""
+    adapter: str = ""
+    grammar: Any = None
+
+
+class Sequence:
+    """A request on its way through the engine."""
+
+    def __init__(
+        self, request: EngineRequest, arrived_at: float, block_size: int, root: bytes
+    ) -> None:
+        self.request = request
+        self.arrived_at = arrived_at
+        self._block_size = block_size
+        self._root = root
+
+        # The mutable state; see the invariants above.
+        self.token_ids = array("I", request.token_ids)
+        self.block_keys: list[bytes] = []
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        self.num_published = 0  # blocks of the table that are in the prefix index, or tried to be
+        self.status = Status.WAITING
+        self.row = -1
+        self.num_sent_blocks = 0  # of the table, already told to the runner
+        self.is_new_to_runner = True
+
+        # What is reported at the end.
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.first_scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self._extend_keys()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.request.id} {self.status.value} "
+            f"{self.num_computed}/{len(self.token_ids)} tokens, {len(self.block_table)} blocks>"
+        )
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self.token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens known and not yet computed; at least 1 while the sequence is alive."""
+        return len(self.token_ids) - self.num_computed
+
+    def append(self, token_id: int) -> None:
+        """A token was generated. Names the block that it fills."""
+        self.token_ids.append(token_id)
+        self._extend_keys()
+
+    def _extend_keys(self) -> None:
+        size = self._block_size
+        while (len(self.block_keys) + 1) * size <= len(self.token_ids):
+            start = len(self.block_keys) * size
+            parent = self.block_keys[-1] if self.block_keys else self._root
+            self.block_keys.append(block_key(parent, self.token_ids[start : start + size]))

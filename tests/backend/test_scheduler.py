@@ -1,0 +1,340 @@
+"""The scheduler and the engine over a runner that computes with integers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from llmd.backend.engine.engine import Engine, EngineRequest, SequenceOutput, Unservable
+from llmd.backend.engine.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerConfig
+from llmd.backend.protocol import SamplingParams
+
+from .fake_runner import FakeRunner, next_id
+
+BLOCK = 4
+
+
+class Clock:
+    """Seconds that pass one per call."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def make_engine(
+    num_blocks: int = 64, max_batch_tokens: int = 64, prefill_chunk: int = 0, max_num_seqs: int = 8
+) -> tuple[Engine, FakeRunner, Scheduler]:
+    config = SchedulerConfig(num_blocks, BLOCK, max_num_seqs, max_batch_tokens, prefill_chunk)
+    scheduler = Scheduler(config)
+    runner = FakeRunner(num_blocks, BLOCK)
+    return Engine(scheduler, runner, Clock()), runner, scheduler
+
+
+def request(id: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> EngineRequest:
+    return EngineRequest(id, tuple(prompt), len(prompt), max_tokens, **fields)  # type: ignore[arg-type]
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_id(tokens))
+    return tokens[len(prompt) :]
+
+
+def drain(engine: Engine, limit: int = 2000) -> dict[str, list[int]]:
+    texts: dict[str, list[int]] = {}
+    while engine.has_work:
+        limit -= 1
+        assert limit > 0, f"no progress: {engine!r}"
+        for output in engine.step():
+            assert output.finish_reason != "error", output.error
+            texts.setdefault(output.id, []).extend(output.token_ids)
+        engine.check()
+    return texts
+
+
+PROMPTS = {f"s{i}": [(7 * i + j) % 50 for j in range(3 + 5 * i)] for i in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_batch_tokens", "chunk"),
+    [(64, 64, 0), (64, 5, 0), (64, 64, 3), (14, 64, 0), (12, 7, 2)],
+    ids=["roomy", "small-budget", "chunked", "preempting", "all-at-once"],
+)
+def test_the_batch_never_changes_an_answer(
+    num_blocks: int, max_batch_tokens: int, chunk: int
+) -> None:
+    engine, _, _ = make_engine(num_blocks, max_batch_tokens, chunk)
+    for id, prompt in PROMPTS.items():
+        engine.add(request(id, prompt, max_tokens=12))
+    assert drain(engine) == {id: expected(prompt, 12) for id, prompt in PROMPTS.items()}
+    assert engine.stats().blocks_in_use == 0
+
+
+def test_a_tight_pool_really_preempts() -> None:
+    engine, _, _ = make_engine(num_blocks=14)
+    for id, prompt in PROMPTS.items():
+        engine.add(request(id, prompt, max_tokens=20))
+    drain(engine)
+    assert engine.stats().preemptions > 0
+
+
+def test_decodes_come_before_prompts_and_prompts_share_what_is_left() -> None:
+    engine, runner, _ = make_engine(num_blocks=512, max_batch_tokens=1024)
+    for index in range(3):
+        engine.add(request(f"p{index}", [index] * 400))
+    engine.step()
+    assert [chunk.num_tokens for chunk in runner.batches[-1].chunks] == [400, 400, 224]
+    engine.step()
+    assert [chunk.num_tokens for chunk in runner.batches[-1].chunks] == [1, 1, 176]
+
+
+def test_the_second_of_two_equal_prompts_reuses_all_but_the_last_block() -> None:
+    engine, _, _ = make_engine()
+    prompt = list(range(12))  # three full blocks: the last must be computed again
+    engine.add(request("a", prompt, max_tokens=1))
+    drain(engine)
+    engine.add(request("b", prompt, max_tokens=1))
+    (output,) = engine.step()
+    assert output.num_cached_tokens == 8
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    engine, runner, _ = make_engine()
+    prompt = list(range(33))
+    for id in ("a", "b", "c"):
+        engine.add(request(id, prompt, max_tokens=3))
+    texts = drain(engine)
+    assert texts == {id: expected(prompt, 3) for id in ("a", "b", "c")}
+    prefill = sum(c.num_tokens for b in runner.batches for c in b.chunks if c.num_tokens > 1)
+    assert prefill == 33, "only the first computes the prompt; the others one token each"
+
+
+def test_salts_do_not_share() -> None:
+    engine, _, _ = make_engine()
+    prompt = list(range(12))
+    cached = []
+    for id, salt in [("a", "x"), ("b", "x"), ("c", "y")]:
+        engine.add(request(id, prompt, max_tokens=1, cache_salt=salt))
+        cached.append(engine.step()[0].num_cached_tokens)
+    assert cached == [0, 8, 0]
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+    engine, _, _ = make_engine(num_blocks=4)
+    with pytest.raises(Unservable, match="17 tokens, and the KV cache holds 16"):
+        engine.add(request("a", [1] * 16))
+    assert not engine.has_work
+
+
+def test_a_sequence_that_fills_the_pool_runs_to_the_brim() -> None:
+    engine, _, _ = make_engine(num_blocks=4)
+    engine.add(request("a", [1] * 15, max_tokens=99))
+    outputs: list[SequenceOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert outputs[-1].finish_reason == "length"
+    assert engine.stats().preemptions == 0
+
+
+def test_a_stop_token_ends_and_min_tokens_delays_it() -> None:
+    first, second, third = expected([5], 3)
+    engine, _, _ = make_engine()
+    engine.add(request("a", [5], stop_ids=frozenset([second])))
+    assert drain(engine) == {"a": [first, second]}
+    patient = SamplingParams(min_tokens=2)
+    engine.add(request("b", [5], 3, stop_ids=frozenset([second]), sampling=patient))
+    assert drain(engine) == {"b": [first, second, third]}
+
+
+def test_cancel_is_idempotent_and_frees_the_blocks() -> None:
+    engine, _, _ = make_engine()
+    engine.add(request("a", list(range(20))))
+    engine.step()
+    assert engine.stats().blocks_in_use > 0
+    assert engine.cancel("a") is not None
+    assert engine.cancel("a") is None
+    assert engine.cancel("nobody") is None
+    engine.check()
+    assert (engine.stats().blocks_in_use, engine.has_work) == (0, False)
+
+
+def test_a_failed_step_ends_its_sequences_and_leaves_no_key() -> None:
+    engine, runner, _ = make_engine()
+    runner.fail_at = {1}
+    engine.add(request("a", list(range(12))))
+    (output,) = engine.step()
+    assert (output.finish_reason, "told to fail" in output.error) == ("error", True)
+    engine.check()
+    engine.add(request("b", list(range(12)), max_tokens=2))
+    assert drain(engine) == {"b": expected(list(range(12)), 2)}
+    assert engine.stats().cached_tokens == 0
+
+
+def test_a_sequence_preempted_too_often_is_left_alone() -> None:
+    engine, _, _ = make_engine()
+    engine.add(request("a", list(range(9)), max_tokens=20))
+    engine.step()
+    for _ in range(MAX_PREEMPTIONS):
+        assert engine.force_preempt("a")
+        engine.step()
+    engine.add(request("b", list(range(20, 60)), max_tokens=100))
+    texts = drain(engine)
+    assert len(texts["b"]) == 100
+    assert engine.stats().preemptions == MAX_PREEMPTIONS
+
+
+def test_a_sequence_resumed_after_preemption_says_the_same() -> None:
+    engine, _, _ = make_engine()
+    engine.add(request("a", list(range(9)), max_tokens=20))
+    texts: list[int] = []
+    for step in range(100):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            texts += output.token_ids
+        if step in (3, 7, 8):
+            engine.force_preempt("a")
+            engine.check()
+    assert texts == expected(list(range(9)), 20)
+
+
+def test_outputs_of_an_earlier_worker_count() -> None:
+    engine, _, _ = make_engine()
+    prompt = [1, 2, 3]
+    full = expected(prompt, 10)
+    engine.add(EngineRequest("a", (*prompt, *full[:4]), 3, 10))
+    assert drain(engine) == {"a": full[4:]}
+
+
+def test_clients_take_turns() -> None:
+    engine, runner, scheduler = make_engine(max_num_seqs=2, num_blocks=256)
+    for index in range(20):
+        engine.add(request(f"greedy{index}", [index, 1, 2], max_tokens=4, client="greedy"))
+    engine.add(request("modest", [9, 9, 9], max_tokens=4, client="modest"))
+    order: list[str] = []
+    while engine.has_work:
+        order += [output.id for output in engine.step() if output.finish_reason]
+    assert order.index("modest") < 4
+    assert (len(runner.batches) > 0, scheduler.num_waiting) == (True, 0)
+
+
+def test_priority_runs_first() -> None:
+    engine, _, _ = make_engine(max_num_seqs=1)
+    engine.add(request("late", [1], max_tokens=1, priority=5))
+    engine.add(request("soon", [2], max_tokens=1, priority=-5))
+    order = []
+    while engine.has_work:
+        order += [output.id for output in engine.step()]
+    assert order == ["soon", "late"]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random operations on a small, crowded engine; everyone's text must be right in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine, self.runner, self.scheduler = make_engine(
+            num_blocks=10, max_batch_tokens=9, prefill_chunk=4, max_num_seqs=3
+        )
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+        self.count = 0
+
+    @rule(
+        head=st.integers(0, 2),
+        length=st.integers(1, 24),
+        max_tokens=st.integers(1, 14),
+        salt=st.sampled_from(["", "x"]),
+        priority=st.integers(0, 1),
+    )
+    def add(self, head: int, length: int, max_tokens: int, salt: str, priority: int) -> None:
+        id = f"r{self.count}"
+        self.count += 1
+        prompt = [head] * min(length, 8) + list(range(max(length - 8, 0)))
+        self.engine.add(
+            request(id, prompt, max_tokens, cache_salt=salt, priority=priority, client=salt)
+        )
+        self.prompts[id] = (prompt, max_tokens)
+        self.texts[id] = []
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            budget = self.scheduler.config.max_batch_tokens
+            for output in self.engine.step():
+                self.take(output)
+            if self.runner.batches:
+                assert self.runner.batches[-1].num_tokens <= budget
+            self.engine.check()
+
+    def take(self, output: SequenceOutput) -> None:
+        assert output.id not in self.ended, "a sequence spoke after its end"
+        self.texts[output.id].extend(output.token_ids)
+        prompt, max_tokens = self.prompts[output.id]
+        full = expected(prompt, max_tokens)
+        assert self.texts[output.id] == full[: len(self.texts[output.id])]
+        if output.finish_reason:
+            self.ended.add(output.id)
+            if len(prompt) + max_tokens <= self.engine.max_sequence_tokens:
+                assert self.texts[output.id] == full
+
+    def live(self) -> list[str]:
+        return sorted(set(self.prompts) - self.ended)
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(self.live()))
+        assert self.engine.cancel(id) is not None
+        self.ended.add(id)
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(self.live()))
+        sequence = self.scheduler._sequences[id]
+        if sequence.num_preemptions < MAX_PREEMPTIONS:
+            self.engine.force_preempt(id)
+
+    @rule()
+    def reset(self) -> None:
+        in_use = self.engine.stats().blocks_in_use
+        assert self.engine.reset_prefix_cache() == (in_use == 0)
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        self.engine.check()
+        stats = self.engine.stats()
+        parts = stats.blocks_in_use + stats.blocks_cached + stats.blocks_free
+        assert parts == stats.blocks_total
+        assert stats.running <= 3
+
+    def teardown(self) -> None:
+        total = sum(len(prompt) + max_tokens for prompt, max_tokens in self.prompts.values())
+        for _ in range(20 * total + 20):
+            if not self.engine.has_work:
+                break
+            for output in self.engine.step():
+                self.take(output)
+        assert not self.engine.has_work, f"no progress: {self.engine!r}"
+        assert self.engine.stats().blocks_in_use == 0
+        assert self.ended == set(self.prompts)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
