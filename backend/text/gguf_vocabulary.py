@@ -1,0 +1,266 @@
+"""The vocabulary in a GGUF file's metadata, as a fast tokenizer.
+
+    tokenizer.ggml.model   becomes
+    gpt2                   byte-level BPE; tokenizer.ggml.pre says how text is split
+    llama                  BPE over "▁" and byte fallback; merges derived from scores if none stand
+    gemma4                 the same with merges given, split at line ends
+    bert                   word pieces
+    t5                     unigram
+
+Merges of a `llama` vocabulary: SentencePiece joins the two neighbours whose union has the best
+score. That is BPE with a merge for every way to cut a token into two tokens, ranked by the score of
+the whole. Gemma's stored scores are not those it was made with; there a token's place decides.
+
+Half a million merges take seconds to derive, so the result is kept as a tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from .pretokenizers import pre_tokenizer
+
+Metadata = Mapping[str, Any]
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_SPACE = "▁"
+_GEMMAS_WITH_FALSE_SCORES = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma-embedding")
+_LAYOUT = "1"  # part of the cache's name: grows when the same metadata would be built differently
+
+
+class TokenizerError(Exception):
+    """The model's tokenizer cannot be used. The text says what is wrong or not supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The arrays of the metadata, complete and of one length."""
+
+    metadata: Metadata
+    kind: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    merges: list[tuple[str, str]]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get("tokenizer.ggml." + key, default)
+
+    def text_of(self, key: str, default: int | None = None) -> str | None:
+        """The token that a `..._token_id` names."""
+        token_id = self.value(key, default)
+        in_range = isinstance(token_id, int) and 0 <= token_id < len(self.tokens)
+        return self.tokens[token_id] if in_range else None
+
+
+def load_vocabulary(metadata: Metadata, cache_dir: Path | None) -> tokenizers.Tokenizer:
+    """Built from the metadata, or read back from `cache_dir` if it was built before.
+
+    Raises TokenizerError if a part is missing or the kind is not supported.
+    """
+    vocabulary = _read(metadata)
+    if cache_dir is None:
+        return _build(vocabulary)
+    cached = cache_dir / f"tokenizer-{_fingerprint(vocabulary)}.json"
+    if cached.exists():
+        return tokenizers.Tokenizer.from_file(str(cached))
+    built = _build(vocabulary)
+    _write_atomically(cached, built.to_str())
+    return built
+
+
+def _read(metadata: Metadata) -> _Vocabulary:
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not kind or not tokens:
+        raise TokenizerError("the GGUF file has no tokenizer (tokenizer.ggml.model, .tokens)")
+    if kind not in _BUILDERS:
+        supported = ", ".join(_BUILDERS)
+        raise TokenizerError(f"tokenizer kind {kind!r} is not supported; supported: {supported}")
+    types = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
+    scores = list(metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens))
+    if not len(tokens) == len(types) == len(scores):
+        raise TokenizerError(
+            f"tokenizer arrays differ in length: {len(tokens)} tokens, {len(types)} types, "
+            f"{len(scores)} scores"
+        )
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    return _Vocabulary(metadata, kind, list(tokens), types, scores, merges)
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    cut = merge.find(" ", 1)  # a part is never empty, and may begin with a space itself
+    if cut < 0:
+        raise TokenizerError(f"tokenizer.ggml.merges holds {merge!r}, which is no pair")
+    return merge[:cut], merge[cut + 1 :]
+
+
+def _build(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    try:
+        built = _BUILDERS[vocabulary.kind](vocabulary)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the Rust side raises bare Exception over an inconsistent table
+        raise TokenizerError(f"the tokenizer tables are inconsistent: {error}") from error
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in (CONTROL, USER_DEFINED) and token:
+            added = AddedToken(token, special=kind == CONTROL, normalized=False)
+            (built.add_special_tokens if kind == CONTROL else built.add_tokens)([added])
+    return built
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    split = pre_tokenizer(vocabulary.value("pre", "default"))
+    built = tokenizers.Tokenizer(
+        models.BPE(_ids(vocabulary.tokens), vocabulary.merges, ignore_merges=split.ignore_merges)
+    )
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    tokens = [_respaced(token) for token in vocabulary.tokens]
+    architecture = vocabulary.metadata.get("general.architecture", "")
+    ranks = (
+        [float(token_id) for token_id in range(len(tokens))]
+        if architecture in _GEMMAS_WITH_FALSE_SCORES
+        else [-score for score in vocabulary.scores]
+    )
+    merges = vocabulary.merges or derive_merges(tokens, ranks)
+    has_prefix = bool(vocabulary.value("add_space_prefix", True))
+    return _spaced_bpe(vocabulary, tokens, merges, has_prefix)
+
+
+def _gemma4(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    tokens = [_respaced(token) for token in vocabulary.tokens]
+    merges = [(_respaced(left), _respaced(right)) for left, right in vocabulary.merges]
+    built = _spaced_bpe(vocabulary, tokens, merges, has_prefix=False)
+    built.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+    return built
+
+
+def _spaced_bpe(
+    vocabulary: _Vocabulary,
+    tokens: Sequence[str],
+    merges: list[tuple[str, str]],
+    has_prefix: bool,
+) -> tokenizers.Tokenizer:
+    unknown = vocabulary.text_of("unknown_token_id", 0)
+    built = tokenizers.Tokenizer(
+        models.BPE(_ids(tokens), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    built.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    built.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return built
+
+
+def _word_pieces(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    spelt = [
+        token if kind != 1 else token[1:] if token.startswith(_SPACE) else "##" + token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+    unknown = vocabulary.text_of("unknown_token_id", 100) or "[UNK]"
+    built = tokenizers.Tokenizer(
+        models.WordPiece(_ids(spelt), unk_token=unknown, max_input_chars_per_word=100)
+    )
+    built.normalizer = normalizers.BertNormalizer(lowercase=True)
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    built.decoder = decoders.WordPiece()
+    return built
+
+
+def _unigram(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    pieces = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
+    built = tokenizers.Tokenizer(
+        models.Unigram(pieces, unk_id=vocabulary.value("unknown_token_id", 2), byte_fallback=False)
+    )
+    charsmap = vocabulary.value("precompiled_charsmap")
+    mapping = [normalizers.Precompiled(bytes(charsmap))] if charsmap else []
+    single_spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    built.normalizer = normalizers.Sequence([*mapping, single_spaces])
+    built.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always")
+    built.decoder = decoders.Metaspace(_SPACE, prepend_scheme="always")
+    return built
+
+
+_BUILDERS: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentence_piece,
+    "gemma4": _gemma4,
+    "bert": _word_pieces,
+    "t5": _unigram,
+}
+
+
+def derive_merges(tokens: Sequence[str], ranks: Sequence[float]) -> list[tuple[str, str]]:
+    """Every cut of a token into two tokens, best whole first (the lowest rank).
+
+    Of the cuts of one token, the one whose left half comes first in the vocabulary is first: it
+    never matters, since all of them make the same token.
+    """
+    known = set(tokens)
+    order = sorted(range(len(tokens)), key=lambda token_id: (ranks[token_id], token_id))
+    merges = []
+    for token_id in order:
+        token = tokens[token_id]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                merges.append((left, right))
+    return merges
+
+
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: token_id for token_id, token in enumerate(tokens)}
+
+
+def _respaced(token: str) -> str:
+    """Gemma files spell runs of spaces with real ones."""
+    return token.replace(" ", _SPACE)
+
+
+def _fingerprint(vocabulary: _Vocabulary) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    flags = [
+        _LAYOUT,
+        vocabulary.kind,
+        str(vocabulary.metadata.get("general.architecture")),
+        *(str(vocabulary.value(key)) for key in ("pre", "add_space_prefix", "unknown_token_id")),
+    ]
+    for texts in (flags, vocabulary.tokens, [f"{a} {b}" for a, b in vocabulary.merges]):
+        digest.update("\0".join(texts).encode("utf-8", "surrogatepass"))
+        digest.update(b"\0\0")
+    digest.update(array("B", vocabulary.types).tobytes())
+    digest.update(array("f", vocabulary.scores).tobytes())
+    return digest.hexdigest()
+
+
+def _write_atomically(target: Path, text: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
