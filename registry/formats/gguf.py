@@ -1,29 +1,39 @@
-"""The GGUF container: metadata, and where each tensor's bytes lie.
+"""The header of a GGUF file: its metadata and where each tensor lies. Standard library only.
 
-    "GGUF" | version u32 | n_tensors u64 | n_kv u64 | kv pairs | tensor table | padding | data
+    "GGUF"  version  num_tensors  num_pairs     4 + 4 + 8 + 8 bytes, little-endian
+    pairs   key, type, value                    strings and arrays are counted, not ended
+    tensors name, dims (fastest first), type, offset from the start of the data
+    data    begins at the next multiple of `general.alignment`
 
-Dimensions are stored fastest first; shapes here are the reverse, as torch has them. A row is a
-whole number of blocks. Reads the header alone, never the data. Source: the GGUF specification in
-the ggml repository (docs/gguf.md), versions 2 and 3.
+Nothing in the file is believed: every count is compared with the bytes that are there before memory
+is taken for it, and every tensor must lie inside the file. Whatever is wrong ends in FormatError.
+Read, not mapped: a file that another process cuts short meanwhile must not kill the daemon.
+
+A vocabulary is 100,000 strings, so strings are parsed in one tight loop; the first read takes what
+is enough for most headers, and a larger header is read again with four times as much.
+
+Source: the GGUF specification of the ggml project (docs/gguf.md), versions 2 and 3.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import FormatError
+from .errors import FormatError
 
 MAGIC = b"GGUF"
-MAX_DIMENSIONS = 4
-MAX_NESTING = 1  # arrays of arrays exist in the specification, not in files
+VERSIONS = (2, 3)
+FIRST_READ_BYTES = 4 << 20
+MAX_HEADER_BYTES = 256 << 20  # ten times the largest vocabulary in use
+MAX_DIMS = 4  # what ggml can hold
+MAX_ARRAY_DEPTH = 2
 
-# type id -> (name, elements of a block, bytes of a block)
+# Type id: (name, weights in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -32,13 +42,11 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 36),
     10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
     16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98),
@@ -57,9 +65,11 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 
-# general.file_type -> the name that people know the quantisation by
+# `general.file_type`: the mixture of types that the file's maker chose.
 FILE_TYPES: dict[int, str] = {
     0: "F32",
     1: "F16",
@@ -94,214 +104,262 @@ FILE_TYPES: dict[int, str] = {
     36: "TQ1_0",
     37: "TQ2_0",
     38: "MXFP4",
+    39: "NVFP4",
+    40: "Q1_0",
 }
 
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+# Value type id: (struct format, array typecode, bytes).
+_SCALARS: dict[int, tuple[str, str, int]] = {
+    0: ("<B", "B", 1),
+    1: ("<b", "b", 1),
+    2: ("<H", "H", 2),
+    3: ("<h", "h", 2),
+    4: ("<I", "I", 4),
+    5: ("<i", "i", 4),
+    6: ("<f", "f", 4),
+    _BOOL: ("<?", "B", 1),
+    10: ("<Q", "Q", 8),
+    11: ("<q", "q", 8),
+    12: ("<d", "d", 8),
 }
+_U64 = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. `offset` is from the start of the file."""
+    """Where one tensor lies. `shape` is in torch order, rows first, as the reverse of ggml's."""
 
     name: str
-    shape: tuple[int, ...]  # as torch has it: the last dimension is contiguous
+    shape: tuple[int, ...]
     type: str  # a name of TENSOR_TYPES
-    offset: int
+    offset: int  # absolute, in the file
     size_bytes: int
 
     @property
     def num_elements(self) -> int:
+        """How many weights it holds."""
         count = 1
-        for size in self.shape:
-            count *= size
+        for dim in self.shape:
+            count *= dim
         return count
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """A whole header."""
+    """All that stands before the tensors' data."""
 
     version: int
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    metadata: Mapping[str, Any]  # int, float, bool, str, or a list of one of these
+    tensors: Mapping[str, TensorInfo]
+    data_offset: int
 
     @property
     def architecture(self) -> str:
-        return str(self.metadata.get("general.architecture", ""))
+        """`general.architecture`, or "" if it is missing."""
+        value = self.metadata.get("general.architecture")
+        return value if isinstance(value, str) else ""
 
     @property
-    def quantization(self) -> str:
-        """The name people know, or the type that holds most of the weights."""
-        name = FILE_TYPES.get(self.metadata.get("general.file_type", -1))
-        if name is not None:
-            return name
-        bytes_by_type: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            bytes_by_type[tensor.type] = bytes_by_type.get(tensor.type, 0) + tensor.size_bytes
-        return max(bytes_by_type, key=lambda type: bytes_by_type[type], default="unknown")
+    def num_parameters(self) -> int:
+        """Weights of all tensors together."""
+        return sum(tensor.num_elements for tensor in self.tensors.values())
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file begins as a GGUF does. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Raises FormatError naming the file and the place, OSError if it can't be opened."""
+    """Raises FormatError, whose text names the file, and OSError if it cannot be read."""
+    file_size = path.stat().st_size
+    limit = FIRST_READ_BYTES
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 24:
-            raise FormatError(f"{path.name}: {size} bytes are too few for a GGUF file")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while True:
+            file.seek(0)
+            data = file.read(min(limit, file_size))
             try:
-                return _Reader(data, size).read()
+                return _Parser(data, file_size).header()
+            except _OutOfData:
+                if len(data) < min(limit, file_size) or len(data) == file_size:
+                    raise FormatError(
+                        f"{path.name} is truncated: its header does not end within the file's "
+                        f"{file_size} bytes"
+                    ) from None
             except FormatError as error:
-                raise FormatError(f"{path.name}: {error}") from error
-
-
-class _Reader:
-    """A cursor over the mapped file."""
-
-    def __init__(self, data: mmap.mmap, size: int) -> None:
-        self._data = data
-        self._size = size
-        self._at = 0
-
-    def read(self) -> GGUFHeader:
-        if self._take(4) != MAGIC:
-            raise FormatError("not a GGUF file (the first four bytes are not 'GGUF')")
-        version = self._u32()
-        if version not in (2, 3):
-            raise FormatError(f"GGUF version {version} is not supported; 2 and 3 are")
-        num_tensors = self._count("tensors", least_bytes=24)
-        num_pairs = self._count("metadata entries", least_bytes=13)
-        metadata = dict(self._pairs(num_pairs))
-        tensors = list(self._tensors(num_tensors))
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-            raise FormatError(f"general.alignment is {alignment!r}")
-        start = -(-self._at // alignment) * alignment
-        return GGUFHeader(version, metadata, self._placed(tensors, start))
-
-    def _placed(self, tensors: list[TensorInfo], start: int) -> dict[str, TensorInfo]:
-        placed: dict[str, TensorInfo] = {}
-        for tensor in tensors:
-            offset = start + tensor.offset
-            end = offset + tensor.size_bytes
-            if end > self._size:
+                raise FormatError(f"{path.name} is not a usable GGUF file: {error}") from None
+            if limit >= MAX_HEADER_BYTES:
                 raise FormatError(
-                    f"cut off: tensor {tensor.name} ends at byte {end}, the file at {self._size}"
+                    f"{path.name}: the header is larger than {MAX_HEADER_BYTES} bytes"
                 )
-            if tensor.name in placed:
-                raise FormatError(f"tensor {tensor.name} occurs twice")
-            placed[tensor.name] = TensorInfo(
-                tensor.name, tensor.shape, tensor.type, offset, tensor.size_bytes
-            )
-        return placed
+            limit *= 4
 
-    def _pairs(self, count: int) -> Iterator[tuple[str, Any]]:
-        for _ in range(count):
-            key = self._string()
-            yield key, self._value(self._u32(), key, 0)
 
-    def _value(self, kind: int, key: str, depth: int) -> Any:
-        if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
-        if kind == _STRING:
+class _OutOfData(Exception):
+    """The header goes on after the bytes that were read."""
+
+
+class _Parser:
+    """One pass over the first bytes of a file. `offset` is where the next item begins."""
+
+    def __init__(self, data: bytes, file_size: int) -> None:
+        self.data = data
+        self.file_size = file_size
+        self.offset = 0
+
+    def header(self) -> GGUFHeader:
+        version, num_tensors, num_pairs = self._start()
+        metadata = self._metadata(num_pairs)
+        alignment = _alignment(metadata)
+        raw = [self._tensor() for _ in range(self._counted(num_tensors, 24, "tensors"))]
+        data_offset = -(-self.offset // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        for name, dims, type_id, offset in raw:
+            if name in tensors:
+                raise FormatError(f"two tensors are called {name[:100]!r}")
+            tensors[name] = self._placed(name, dims, type_id, offset, data_offset, alignment)
+        return GGUFHeader(version, metadata, tensors, data_offset)
+
+    def _start(self) -> tuple[int, int, int]:
+        if self.data[:4] != MAGIC:
+            raise FormatError("it does not begin with the letters GGUF")
+        self.offset = 4
+        version = int(self._scalar("<I"))
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            if swapped in VERSIONS:
+                raise FormatError("it is big-endian, which is not supported")
+            raise FormatError(f"its version is {version}; supported are 2 and 3")
+        return version, int(self._scalar("<Q")), int(self._scalar("<Q"))
+
+    def _metadata(self, num_pairs: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for _ in range(self._counted(num_pairs, 13, "metadata pairs")):
+            key = self._string(strict=True)
+            if key in metadata:
+                raise FormatError(f"the key {key[:100]!r} stands there twice")
+            metadata[key] = self._value(int(self._scalar("<I")), depth=0)
+        return metadata
+
+    def _value(self, type_id: int, depth: int) -> Any:
+        if type_id == _STRING:
             return self._string()
-        if kind == _ARRAY and depth < MAX_NESTING:
-            return self._array(key, depth)
-        raise FormatError(f"metadata {key}: value type {kind} at byte {self._at} is unknown")
+        if type_id == _ARRAY:
+            return self._array(depth + 1)
+        if type_id not in _SCALARS:
+            raise FormatError(f"a metadata value has the unknown type {type_id}")
+        return self._scalar(_SCALARS[type_id][0])
 
-    def _array(self, key: str, depth: int) -> list[Any]:
-        kind = self._u32()
-        count = self._u64()
-        if kind in _SCALARS:
-            code = _SCALARS[kind][1:]
-            raw = self._take(count * struct.calcsize(code), f"metadata {key}")
-            return list(struct.unpack(f"<{count}{code}", raw))
-        if count * 8 > self._size - self._at:
-            raise FormatError(f"metadata {key}: {count} entries can't fit the file")
-        if kind == _STRING:
-            return self._strings(count)
-        return [self._value(kind, key, depth + 1) for _ in range(count)]
+    def _array(self, depth: int) -> list[Any]:
+        if depth > MAX_ARRAY_DEPTH:
+            raise FormatError("metadata arrays are nested too deeply")
+        type_id, count = int(self._scalar("<I")), int(self._scalar("<Q"))
+        if type_id == _STRING:
+            return self._strings(self._counted(count, 8, "strings"))
+        if type_id == _ARRAY:
+            return [self._array(depth + 1) for _ in range(self._counted(count, 12, "arrays"))]
+        if type_id not in _SCALARS:
+            raise FormatError(f"a metadata array has the unknown type {type_id}")
+        _, typecode, item_size = _SCALARS[type_id]
+        end = self.offset + self._counted(count, item_size, "array items") * item_size
+        values = array(typecode, self._bytes_until(end))
+        if struct.pack("=H", 1) != struct.pack("<H", 1):
+            values.byteswap()
+        return [value != 0 for value in values] if type_id == _BOOL else values.tolist()
 
     def _strings(self, count: int) -> list[str]:
-        """A vocabulary has a quarter of a million of them: one loop, few calls."""
-        data, size, at = self._data, self._size, self._at
-        length_of = struct.Struct("<Q").unpack_from
-        strings = []
-        for _ in range(count):
-            if at + 8 > size:
-                raise FormatError(f"cut off at byte {at}, inside a list of strings")
-            (length,) = length_of(data, at)
-            at += 8
-            if length > size - at:
-                raise FormatError(f"a string of {length} bytes at {at} is longer than the file")
-            strings.append(data[at : at + length].decode("utf-8", "replace"))
-            at += length
-        self._at = at
-        return strings
+        data, offset, unpack = self.data, self.offset, _U64.unpack_from
+        end = len(data)
+        values: list[str] = []
+        append = values.append
+        try:
+            for _ in range(count):
+                start = offset + 8
+                offset = start + unpack(data, offset)[0]
+                if offset > end:
+                    self._require(offset)
+                append(data[start:offset].decode("utf-8", "replace"))
+        except struct.error:
+            raise _OutOfData from None
+        self.offset = offset
+        return values
 
-    def _tensors(self, count: int) -> Iterator[TensorInfo]:
-        for _ in range(count):
-            name = self._string()
-            num_dims = self._u32()
-            if not 1 <= num_dims <= MAX_DIMENSIONS:
-                raise FormatError(f"tensor {name} has {num_dims} dimensions")
-            dims = [self._u64() for _ in range(num_dims)]
-            type_id = self._u32()
-            offset = self._u64()
-            if type_id not in TENSOR_TYPES:
-                raise FormatError(f"tensor {name}: type number {type_id} is unknown")
-            type_name, block, block_bytes = TENSOR_TYPES[type_id]
-            yield TensorInfo(
-                name,
-                tuple(reversed(dims)),
-                type_name,
-                offset,
-                self._tensor_bytes(name, dims, block, block_bytes),
+    def _string(self, strict: bool = False) -> str:
+        length = int(self._scalar("<Q"))
+        try:
+            text = self._bytes_until(self.offset + length)
+            return text.decode("utf-8", "strict" if strict else "replace")
+        except UnicodeDecodeError:
+            raise FormatError("a name in it is not UTF-8") from None
+
+    def _scalar(self, form: str) -> Any:
+        start = self.offset
+        end = start + struct.calcsize(form)
+        self._require(end)
+        self.offset = end
+        return struct.unpack_from(form, self.data, start)[0]
+
+    def _bytes_until(self, end: int) -> bytes:
+        self._require(end)
+        start, self.offset = self.offset, end
+        return self.data[start:end]
+
+    def _require(self, end: int) -> None:
+        if end > self.file_size:
+            raise FormatError(
+                f"it is truncated or damaged: {end} bytes are announced, the file has "
+                f"{self.file_size}"
             )
+        if end > len(self.data):
+            raise _OutOfData
 
-    def _tensor_bytes(self, name: str, dims: list[int], block: int, block_bytes: int) -> int:
-        if dims[0] % block:
-            raise FormatError(f"tensor {name}: a row of {dims[0]} is not a multiple of {block}")
-        size = dims[0] // block * block_bytes
-        for dim in dims[1:]:
-            size *= dim
-        if not 0 < size <= self._size:
-            raise FormatError(f"tensor {name} would take {size} bytes, the file has {self._size}")
-        return size
-
-    def _count(self, what: str, least_bytes: int) -> int:
-        count = self._u64()
-        if count * least_bytes > self._size:
-            raise FormatError(f"{count} {what} can't fit a file of {self._size} bytes")
+    def _counted(self, count: int, item_size: int, what: str) -> int:
+        """`count`, if that many items of at least this size can still follow."""
+        if count * item_size > self.file_size - self.offset:
+            raise FormatError(
+                f"it is truncated or damaged: {count} {what} are announced, "
+                f"{self.file_size - self.offset} bytes are left"
+            )
         return count
 
-    def _string(self) -> str:
-        return self._take(self._u64()).decode("utf-8", "replace")
+    def _tensor(self) -> tuple[str, list[int], int, int]:
+        name = self._string(strict=True)
+        num_dims = int(self._scalar("<I"))
+        if num_dims > MAX_DIMS:
+            raise FormatError(f"tensor {name[:100]!r} has {num_dims} dimensions")
+        dims = [int(self._scalar("<Q")) for _ in range(num_dims)]
+        return name, dims, int(self._scalar("<I")), int(self._scalar("<Q"))
 
-    def _scalar(self, code: str) -> Any:
-        return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+    def _placed(
+        self, name: str, dims: list[int], type_id: int, offset: int, base: int, alignment: int
+    ) -> TensorInfo:
+        shown = repr(name[:100])
+        if type_id not in TENSOR_TYPES:
+            known = ", ".join(type_name for type_name, _, _ in TENSOR_TYPES.values())
+            raise FormatError(f"tensor {shown} has the unknown type {type_id}; known are {known}")
+        type_name, block_size, block_bytes = TENSOR_TYPES[type_id]
+        row = dims[0] if dims else 1
+        if row % block_size:
+            raise FormatError(
+                f"tensor {shown} has rows of {row}, no whole number of {type_name} blocks"
+            )
+        if offset % alignment:
+            raise FormatError(f"tensor {shown} is not aligned to {alignment} bytes")
+        info = TensorInfo(name, tuple(reversed(dims)), type_name, base + offset, 0)
+        size = info.num_elements // block_size * block_bytes
+        if base + offset + size > self.file_size:
+            raise FormatError(
+                f"it is truncated: tensor {shown} ends at byte {base + offset + size}, "
+                f"the file has {self.file_size}"
+            )
+        return TensorInfo(name, info.shape, type_name, info.offset, size)
 
-    def _u32(self) -> int:
-        return int(self._scalar("<I"))
 
-    def _u64(self) -> int:
-        return int(self._scalar("<Q"))
-
-    def _take(self, count: int, what: str = "the header") -> bytes:
-        if count > self._size - self._at:
-            raise FormatError(f"cut off: {what} wants {count} bytes at {self._at} of {self._size}")
-        raw = self._data[self._at : self._at + count]
-        self._at += count
-        return raw
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.alignment", 32)
+    is_sane = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 1 << 20
+    if not is_sane or value & (value - 1):
+        raise FormatError(f"its alignment is {str(value)[:40]}, not a power of two")
+    return int(value)
