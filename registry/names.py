@@ -44,7 +44,7 @@ class ModelName:
     @classmethod
     def parse(cls, text: str) -> ModelName:
         """Raises NameInvalid, which says what is wrong."""
-        rest = text.strip()
+        rest = text
         for scheme in ("https://", "http://"):
             if rest.lower().startswith(scheme):
                 rest = rest[len(scheme) :]

@@ -1,0 +1,253 @@
+"""Headers of real, broken and hostile model files."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmd.registry.formats import gguf, safetensors
+from llmd.registry.formats.errors import FormatError
+
+from . import model_makers as make
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[bytes], Path]:
+    def write(content: bytes) -> Path:
+        path = tmp_path / "model.file"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+Write = Callable[[bytes], Path]
+
+
+@pytest.mark.real_model
+def test_the_real_header_is_read_fast_and_agrees_with_the_reference_reader(
+    smollm2_gguf: Path,
+) -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        header = gguf.read_header(smollm2_gguf)
+        times.append(time.perf_counter() - start)
+    from gguf import GGUFReader
+
+    reference = GGUFReader(smollm2_gguf)
+    assert min(times) < 0.25  # 0.09 s alone; room for a busy machine
+    assert header.architecture == "llama"
+    assert header.num_parameters == 134_515_008
+    assert len(header.metadata["tokenizer.ggml.tokens"]) == 49_152
+    assert header.metadata["general.file_type"] == 3
+    found = {t.name: (t.offset, t.size_bytes, t.type, t.shape) for t in header.tensors.values()}
+    expected = {
+        t.name: (t.data_offset, int(t.n_bytes), t.tensor_type.name, tuple(map(int, t.shape[::-1])))
+        for t in reference.tensors
+    }
+    assert found == expected
+
+
+def test_every_kind_of_metadata_value_comes_back(written: Write) -> None:
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        "int": 7,
+        "float": 0.5,
+        "bool": True,
+        "ints": [1, 2, 3],
+        "bools": [True, False],
+        "words": ["a", "", "ü"],
+        "empty": [],
+    }
+    header = gguf.read_header(written(make.gguf_bytes(metadata)))
+    assert header.metadata == metadata
+
+
+def test_a_header_longer_than_the_first_read_is_read_whole(
+    written: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = make.tiny_gguf({"words": ["word"] * 500})
+    monkeypatch.setattr(gguf, "FIRST_READ_BYTES", 64)
+    header = gguf.read_header(written(content))
+    assert header.metadata["words"] == ["word"] * 500
+    assert header.tensors["blk.0.ffn_up.weight"].shape == (64, 32)
+    assert header.tensors["blk.0.ffn_up.weight"].size_bytes == 64 * 18
+
+
+HUGE = struct.pack("<Q", (1 << 63) + 5)
+BROKEN_GGUF: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "truncated|begin"),
+    "not one": (b"PK\x03\x04" + b"\0" * 50, "begin with the letters GGUF"),
+    "version": (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version is 9"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "tensor count": (b"GGUF" + struct.pack("<I", 3) + HUGE + bytes(8), "tensors are announced"),
+    "pair count": (b"GGUF" + struct.pack("<IQ", 3, 0) + HUGE, "pairs are announced"),
+    "key length": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE + bytes(9), "announced"),
+    "array count": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + make.string("k") + struct.pack("<II", 9, 8) + HUGE,
+        "strings are announced",
+    ),
+    "numbers count": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + make.string("k") + struct.pack("<II", 9, 4) + HUGE,
+        "items are announced",
+    ),
+    "nesting": (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 1)
+        + make.string("k")
+        + struct.pack("<I", 9)
+        + struct.pack("<IQ", 9, 1) * 50,
+        "nested too deeply",
+    ),
+    "value type": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + make.string("k") + struct.pack("<IQ", 77, 0),
+        "unknown type 77",
+    ),
+    "key twice": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (make.string("kk") + make.value(1)),
+        "twice",
+    ),
+    "alignment": (make.gguf_bytes({"general.alignment": 0}), "power of two"),
+    "tensor type": (make.gguf_bytes({}, [("t", [32], 99)], 4096), "unknown type 99; known are F32"),
+    "ragged row": (make.gguf_bytes({}, [("t", [33], 2)], 4096), "whole number of Q4_0 blocks"),
+    "tensor outside": (make.gguf_bytes({}, [("t", [2048], 0)], 4096), "truncated: tensor 't' ends"),
+    "tensor huge": (make.gguf_bytes({}, [("t", [1 << 62] * 4, 0)], 4096), "truncated: tensor"),
+    "dimensions": (make.gguf_bytes({}, [("t", [1] * 5, 0)], 4096), "5 dimensions"),
+    "same tensors": (make.gguf_bytes({}, [("t", [1], 0), ("t", [1], 0)], 9000), "two tensors"),
+    "name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + make.string(b"\xff" * 9) + bytes(9), "UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), BROKEN_GGUF.values(), ids=BROKEN_GGUF)
+def test_a_broken_gguf_is_refused_with_its_reason(
+    written: Write, content: bytes, reason: str
+) -> None:
+    with pytest.raises(FormatError, match=reason) as caught:
+        gguf.read_header(written(content))
+    assert "model.file" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def broken_safetensors() -> dict[str, tuple[bytes, str]]:
+    def headed(text: str | bytes, data: int = 64) -> bytes:
+        body = text.encode() if isinstance(text, str) else text
+        return struct.pack("<Q", len(body)) + body + bytes(data)
+
+    def one(**entry: Any) -> bytes:
+        usual = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+        return headed(json.dumps({"t": usual | entry}))
+
+    return {
+        "empty": (b"", "truncated"),
+        "long header": (struct.pack("<Q", 1 << 60) + b"{}", "truncated or damaged"),
+        "a list": (headed("[1]"), "no JSON object"),
+        "not JSON": (headed("{oops"), "no JSON"),
+        "not UTF-8": (headed(b'{"\xff": 1}'), "no JSON"),
+        "deep": (headed('{"a":' + "[" * 100_000), "no JSON"),
+        "entry": (headed('{"t": 5}'), "no description"),
+        "dtype": (one(dtype="F7"), "unknown dtype 'F7'; known are BOOL"),
+        "dtype list": (one(dtype=["F32"]), "unknown dtype"),
+        "negative": (one(shape=[-4]), "wrong shape"),
+        "boolean": (one(shape=[True]), "wrong shape"),
+        "fraction": (one(shape=[4.0]), "wrong shape"),
+        "dims": (one(shape=[1] * 17), "wrong shape"),
+        "offsets": (one(data_offsets=[0]), "wrong offsets"),
+        "backwards": (one(data_offsets=[16, 0]), "lies at 16 to 0"),
+        "outside": (one(shape=[100], data_offsets=[0, 400]), "truncated"),
+        "length": (one(shape=[5]), "not as long as its shape says"),
+        "metadata": (headed('{"__metadata__": 3}'), "no object"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), broken_safetensors().values(), ids=broken_safetensors()
+)
+def test_a_broken_safetensors_file_is_refused_with_its_reason(
+    written: Write, content: bytes, reason: str
+) -> None:
+    with pytest.raises(FormatError, match=reason) as caught:
+        safetensors.read_header(written(content))
+    assert "model.file" in str(caught.value)
+
+
+def test_a_safetensors_header_tells_where_each_tensor_lies(written: Write) -> None:
+    content = make.safetensors_bytes({"a": ("BF16", [2, 3], 12), "b": ("F32", [], 4)})
+    header = safetensors.read_header(written(content))
+    assert header.tensors["a"].offset == header.data_offset
+    assert header.tensors["b"].offset == header.data_offset + 12
+    assert header.tensors["b"].shape == ()
+    assert header.num_parameters == 7
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, cut out or doubled; or a count blown up."""
+    data = bytearray(content)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data))
+        match rng.randrange(5):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                data[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, 2**31, 2**63, 2**64 - 1]))
+            case 2:
+                del data[at : at + rng.randint(1, 40)]
+            case 3:
+                data[at:at] = data[at : at + rng.randint(1, 40)]
+            case _:
+                data = data[: at + 1]
+    return bytes(data)
+
+
+def assert_only_format_errors(
+    content: bytes, read: Callable[[Path], object], path: Path, rounds: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    refused = 0
+    tracemalloc.start()
+    slowest = 0.0
+    for _ in range(rounds):
+        path.write_bytes(mutated(content, rng))
+        start = time.process_time()
+        try:
+            read(path)
+        except FormatError:
+            refused += 1
+        slowest = max(slowest, time.process_time() - start)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused > rounds // 4
+    assert slowest < 1.0
+    assert peak < 64 << 20
+
+
+SEEDS: list[tuple[bytes, Callable[[Path], object]]] = [
+    (make.tiny_gguf({"words": ["word"] * 50, "ints": list(range(50))})[:-8000], gguf.read_header),
+    (
+        make.safetensors_bytes({f"t{i}": ("F32", [2, 2], 16) for i in range(9)}),
+        safetensors.read_header,
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "read"), SEEDS, ids=["gguf", "safetensors"])
+def test_a_thousand_mutations_raise_nothing_but_the_documented_error(
+    content: bytes, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    assert_only_format_errors(content, read, tmp_path / "model.file", rounds=1_000, seed=11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("content", "read"), SEEDS, ids=["gguf", "safetensors"])
+def test_fifty_thousand_mutations_raise_nothing_but_the_documented_error(
+    content: bytes, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    assert_only_format_errors(content, read, tmp_path / "model.file", rounds=50_000, seed=12)
