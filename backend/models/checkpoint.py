@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...registry.formats import FormatError, gguf, safetensors
+from ...registry.formats import gguf, safetensors
+from ...registry.formats.errors import FormatError
 from ..protocol import ModelFile
 from .config import BadModel, ModelConfig, UnsupportedModel, config_from_gguf, config_from_hf
 from .dequantize import SUPPORTED_TYPES, dequantize
@@ -89,7 +91,7 @@ class _GGUFCheckpoint:
         }
         self._check_parts(first.metadata, len(paths))
         self.config = config_from_gguf(first.metadata, frozenset(self._tensors))
-        self.quantization = first.quantization
+        self.quantization = _largest_type(first)
         self._check_types()
 
     def has(self, name: str) -> bool:
@@ -124,7 +126,7 @@ class _GGUFCheckpoint:
         paired = tensor.reshape(heads, config.head_dim // 2, 2, *tensor.shape[1:])
         return paired.transpose(1, 2).reshape(tensor.shape)
 
-    def _check_parts(self, metadata: dict[str, Any], found: int) -> None:
+    def _check_parts(self, metadata: Mapping[str, Any], found: int) -> None:
         wanted = int(metadata.get("split.count", 1) or 1)
         if wanted != found:
             raise BadModel(f"the GGUF is split in {wanted} files, {found} of them are here")
@@ -136,6 +138,14 @@ class _GGUFCheckpoint:
                     f"tensor {name} is of type {info.type}, which is not supported; supported are "
                     f"{', '.join(SUPPORTED_TYPES)}"
                 )
+
+
+def _largest_type(header: gguf.GGUFHeader) -> str:
+    """The type that holds most of the weights' bytes."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        sizes[tensor.type] += tensor.size_bytes
+    return sizes.most_common(1)[0][0]
 
 
 _GGUF_TOP = {
@@ -184,7 +194,7 @@ class _SafetensorsCheckpoint:
         self._tensors = {
             name: (Path(file.path), info)
             for file in weights
-            for name, info in safetensors.read_header(Path(file.path)).items()
+            for name, info in safetensors.read_header(Path(file.path)).tensors.items()
         }
         for name, (_, info) in self._tensors.items():
             if info.dtype not in _SAFETENSORS_DTYPES:

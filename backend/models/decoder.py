@@ -74,7 +74,7 @@ class _Layer:
         self, x: Tensor, inputs: StepInputs, cache: LayerCache, cos: Tensor, sin: Tensor
     ) -> Tensor:
         config = self._config
-        query, key, value = self._qkv(x).split(self._split, dim=-1)
+        query, key, value = torch.split(self._qkv(x), self._split, dim=-1)
         query = query.reshape(len(x), config.num_heads, config.head_dim)
         key = key.reshape(len(x), config.num_kv_heads, config.head_dim)
         value = value.reshape(len(x), config.num_kv_heads, config.head_dim)

@@ -3,7 +3,3 @@
 Model files are hostile until proven otherwise: every length, count and offset is compared with the
 size of the file before anything is allocated or read (CVE-2024-12055, CVE-2026-7482 and others).
 """
-
-
-class FormatError(Exception):
-    """The file is damaged, cut off, or not of this format. The text says where and how."""
