@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from .models.checkpoint import BadModel, UnsupportedModel, open_checkpoint
 from .prompt import PromptBuilder, RequestRefused
 from .protocol import Embed, Generate, Load, Ready, Tokenize, Tokenized
 from .runner.model_runner import ModelRunner, NoMemory
-from .text.chat_template import ChatTemplate, TemplateError, find_template
-from .text.tokenizer import BadTokenizer, Tokenizer, load_tokenizer
+from .text.chat_template import ChatTemplate, TemplateError, load_chat_template
+from .text.gguf_vocabulary import TokenizerError
+from .text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("llmd.worker")
 
@@ -83,7 +84,7 @@ def load_model(load: Load, progress: Progress) -> Model:
         model = _assemble(load, progress)
     except UnsupportedModel as error:
         raise RequestRefused("unsupported", str(error)) from error
-    except (BadModel, BadTokenizer, TemplateError) as error:
+    except (BadModel, TokenizerError, TemplateError) as error:
         raise RequestRefused("bad_model", str(error)) from error
     except (NoMemory, MemoryError) as error:
         raise RequestRefused("no_memory", str(error)) from error
@@ -111,8 +112,7 @@ def _assemble(load: Load, progress: Progress) -> Model:
         runner,
     )
     context_length = min(runner.context_length, engine.max_sequence_tokens)
-    source = load.template or find_template(load.files)
-    template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+    template = _template(load, tokenizer, checkpoint.metadata)
     builder = PromptBuilder(tokenizer, template, checkpoint.config.architecture, context_length)
     ready = Ready(
         context_length=context_length,
@@ -128,6 +128,14 @@ def _assemble(load: Load, progress: Progress) -> Model:
     )
     progress(1.0, "ready")
     return Model(load, tokenizer, builder, engine, runner, ready)
+
+
+def _template(load: Load, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> ChatTemplate | None:
+    if load.template:
+        return ChatTemplate(load.template, tokenizer.special_tokens, tokenizer.control_tokens)
+    return load_chat_template(
+        load.files, metadata, tokenizer.special_tokens, tokenizer.control_tokens
+    )
 
 
 def _capabilities(template: ChatTemplate | None) -> list[str]:

@@ -15,8 +15,7 @@ from typing import Any
 from .protocol import Generate
 from .text.chat_template import ChatTemplate, TemplateError
 from .text.context import fit_messages, fit_tokens
-from .text.response_parser import ResponseParser, choose_parser
-from .text.tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer, without_marks
 
 TOO_LONG = (
     "the prompt is longer than the context length currently available to the model; shorten the "
@@ -42,7 +41,6 @@ class Prompt:
     num_ctx: int
     max_tokens: int
     seed: int
-    parser: ResponseParser | None
     truncated_tokens: int = 0
     truncated_messages: int = 0
 
@@ -84,11 +82,10 @@ class PromptBuilder:
         return Prompt(
             request=request,
             prompt_ids=tuple(fitted),
-            rendered=rendered,
+            rendered=without_marks(rendered),
             num_ctx=window,
             max_tokens=room if request.max_tokens is None else max(request.max_tokens, 0),
             seed=_seed_of(request),
-            parser=self._parser(request, template, rendered),
             truncated_tokens=len(ids) - len(fitted),
             truncated_messages=dropped,
         )
@@ -115,10 +112,13 @@ class PromptBuilder:
             )
         # A conversation that ends in the assistant's words is to be continued, not answered.
         continues = bool(messages) and messages[-1].get("role") == "assistant"
-        extra = {"continue_final_message": True} if continues else {}
         try:
             return template.render(
-                messages, tools or None, add_generation_prompt=not continues, **kwargs, **extra
+                messages,
+                tools or None,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **kwargs,
             )
         except TemplateError as error:
             raise RequestRefused("bad_request", f"chat template: {error}") from error
@@ -127,7 +127,9 @@ class PromptBuilder:
         if request.template is None:
             return self.template
         try:
-            return ChatTemplate(request.template, self.tokenizer.special_tokens)
+            return ChatTemplate(
+                request.template, self.tokenizer.special_tokens, self.tokenizer.control_tokens
+            )
         except TemplateError as error:
             raise RequestRefused("bad_request", f"template error: {error}") from error
 
@@ -174,15 +176,6 @@ class PromptBuilder:
                     "bad_request", f"token id {token_id} is outside the vocabulary of {size}"
                 )
         return list(ids)
-
-    def _parser(
-        self, request: Generate, template: ChatTemplate | None, rendered: str
-    ) -> ResponseParser | None:
-        if not request.parse or request.messages is None or template is None:
-            return None
-        return choose_parser(
-            template.source, self.architecture, rendered=rendered, tools=request.tools
-        )
 
 
 def _answer_reserve(request: Generate, window: int) -> int:

@@ -36,6 +36,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
     format: str  # "gguf", "safetensors"
     quantization: str  # "Q4_1", "BF16"
+    metadata: Mapping[str, Any]  # of a GGUF; empty for safetensors
 
     def has(self, name: str) -> bool:
         """The canonical name exists."""
@@ -84,6 +85,7 @@ class _GGUFCheckpoint:
     def __init__(self, paths: list[Path]) -> None:
         headers = [gguf.read_header(path) for path in paths]
         first = headers[0]
+        self.metadata = first.metadata
         self._tensors = {
             name: (path, tensor)
             for path, header in zip(paths, headers, strict=True)
@@ -191,6 +193,7 @@ class _SafetensorsCheckpoint:
 
     def __init__(self, files: Sequence[ModelFile], weights: Sequence[ModelFile]) -> None:
         self.config = config_from_hf(_read_config(files))
+        self.metadata: Mapping[str, Any] = {}
         self._tensors = {
             name: (Path(file.path), info)
             for file in weights
