@@ -1,0 +1,282 @@
+"""The routes about models as things that are installed, loaded, fetched and removed.
+
+    /api/tags  show  ps  pull  copy  delete          and what a vendor's cloud would answer:
+    /api/status  me  signout  experimental/…         llmd has none, and says so in the known words
+
+`ps` has fields of its own besides the contract's: `kv` (the KV blocks), `running`, `waiting`,
+`tokens_per_s`, `devices`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import aclosing
+from typing import Any
+
+from ...registry.errors import ModelNotFound, NameInvalid, RegistryError, SourceUnavailable
+from ...registry.manifest import Manifest
+from ...registry.names import ModelName
+from ..errors import BadRequest, DaemonError, Forbidden, NotFound, Unauthorized
+from .bodies import Body, CopyBody, NameBody, PullBody, ShowBody
+from .call import Call, Route
+from .durations import expiry_text, local_text
+from .lookup import CLOUD_OFF, find_model, parse_name
+from .model_info import modelfile_text, parameters_text, read_facts
+from .replies import Family
+from .services import LoadedModel, PullProgress
+
+log = logging.getLogger("llmd.routes")
+
+PULL_NOT_FOUND = "pull model manifest: file does not exist"  # the CLI and others look for it
+
+
+# ----------------------------------------------------------------------- installed
+
+
+async def tags(call: Call) -> None:
+    """GET /api/tags: the installed models, the last modified first."""
+    manifests = sorted(
+        call.services.store.list(), key=lambda manifest: manifest.modified, reverse=True
+    )
+    await call.send_json({"models": [_tag(manifest) for manifest in manifests]})
+
+
+def _tag(manifest: Manifest) -> dict[str, Any]:
+    details = _details(manifest)
+    details["context_length"] = manifest.context_length
+    details["embedding_length"] = manifest.embedding_length
+    return {
+        "name": manifest.name.display,
+        "model": manifest.name.display,
+        "modified_at": local_text(manifest.modified),
+        "size": manifest.size,
+        "digest": manifest.digest,
+        "details": details,
+        "capabilities": list(manifest.capabilities),
+    }
+
+
+def _details(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "parent_model": manifest.parent or "",
+        "format": manifest.format,
+        "family": manifest.family,
+        "families": [manifest.family],
+        "parameter_size": manifest.parameter_size,
+        "quantization_level": manifest.quantization,
+    }
+
+
+async def show(call: Call) -> None:
+    """POST /api/show."""
+    body = call.decode(ShowBody)
+    model = find_model(call.services, body.asked, empty="model is required")
+    manifest, store = model.manifest, call.services.store
+    facts = await asyncio.to_thread(read_facts, store, manifest, bool(body.verbose))
+    template = manifest.go_template or manifest.template or facts.template
+    system = body.system or manifest.system or ""
+    if call.header("user-agent").startswith("GitHubCopilotChat/"):
+        facts.info["general.basename"] = model.asked  # it shows this as the model's name
+    weights = manifest.files_of("weights")
+    path = store.path_of(weights[0]) if weights else None
+    answer: dict[str, Any] = {
+        "modelfile": modelfile_text(manifest, model.name, path, template, system),
+        "details": _details(manifest),
+        "model_info": facts.info,
+        "capabilities": list(manifest.capabilities),
+        "modified_at": local_text(manifest.modified),
+    }
+    optional = {
+        "license": manifest.license,
+        "parameters": parameters_text({**manifest.params, **(body.options or {})}),
+        "template": template,
+        "system": system,
+        "messages": [dict(message) for message in manifest.messages],
+        "tensors": facts.tensors,
+        "source": manifest.source,
+    }
+    answer.update({key: value for key, value in optional.items() if value})
+    await call.send_json(answer)
+
+
+async def delete(call: Call) -> None:
+    """DELETE /api/delete: unload it if it is loaded, then remove it."""
+    asked = call.decode(NameBody).asked
+    name = _name_or(asked, f"name {json.dumps(asked, ensure_ascii=False)} is invalid")
+    try:
+        call.services.store.get(name)
+    except ModelNotFound as error:
+        raise NotFound(f"model '{asked}' not found") from error
+    await call.services.manager.unload(name)
+    await asyncio.to_thread(call.services.store.delete, name)
+    await call.send_empty()
+
+
+async def copy(call: Call) -> None:
+    """POST /api/copy: a second name for the same files."""
+    body = call.decode(CopyBody)
+    source, destination = body.source or "", body.destination or ""
+    source_name = _name_or(source, f"source {json.dumps(source, ensure_ascii=False)} is invalid")
+    quoted = json.dumps(destination, ensure_ascii=False)
+    destination_name = _name_or(destination, f"destination {quoted} is invalid")
+    try:
+        call.services.store.copy(source_name, destination_name)
+    except ModelNotFound as error:
+        raise NotFound(f"model {json.dumps(source, ensure_ascii=False)} not found") from error
+    await call.send_empty()
+
+
+def _name_or(text: str, complaint: str) -> ModelName:
+    try:
+        return ModelName.parse(text)
+    except NameInvalid as error:
+        raise BadRequest(complaint) from error
+
+
+# -------------------------------------------------------------------------- loaded
+
+
+async def ps(call: Call) -> None:
+    """GET /api/ps: the loaded models, the one that stays longest first."""
+    rows = [_loaded(loaded) for loaded in call.services.manager.loaded()]
+    rows.sort(key=lambda row: str(row["expires_at"]), reverse=True)
+    await call.send_json({"models": rows})
+
+
+def _loaded(loaded: LoadedModel) -> dict[str, Any]:
+    manifest, stats = loaded.manifest, loaded.stats
+    return {
+        "name": manifest.name.display,
+        "model": manifest.name.display,
+        "size": loaded.size,
+        "digest": manifest.digest,
+        "details": _details(manifest),
+        "expires_at": expiry_text(loaded.expires_at),
+        "size_vram": loaded.size_vram,
+        "context_length": loaded.context_length,
+        "devices": list(loaded.devices),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "tokens_per_s": stats.tokens_per_s,
+        "kv": {
+            "blocks_total": stats.blocks_total,
+            "blocks_in_use": stats.blocks_in_use,
+            "blocks_cached": stats.blocks_cached,
+            "blocks_free": stats.blocks_free,
+            "bytes": stats.kv_bytes,
+        },
+    }
+
+
+# ------------------------------------------------------------------------- fetched
+
+
+async def pull(call: Call) -> None:
+    """POST /api/pull. Whoever asks for a model that is being pulled sees the same pull."""
+    body = call.decode(PullBody)
+    name = parse_name(body.asked)
+    progress = call.services.downloads.pull(name, bool(body.insecure))
+    async with aclosing(progress) as reports:
+        try:
+            async for report in reports:
+                if body.stream is not False:
+                    await call.send_line(_progress(report))
+        except ModelNotFound as error:
+            log.info("pull: %s", error)
+            raise DaemonError(PULL_NOT_FOUND) from error
+        except SourceUnavailable as error:
+            raise DaemonError(f"pull model manifest: {error}") from error
+        except RegistryError as error:
+            raise DaemonError(str(error)) from error
+    if body.stream is False:
+        await call.send_json({"status": "success"})
+        return
+    await call.send_line({"status": "success"})
+    await call.end_stream()
+
+
+def _progress(report: PullProgress) -> dict[str, Any]:
+    line: dict[str, Any] = {"status": report.status}
+    if report.digest:
+        digest = report.digest
+        line["digest"] = digest if digest.startswith("sha256:") else f"sha256:{digest}"
+    if report.total:
+        line["total"] = report.total
+    if report.completed:
+        line["completed"] = report.completed
+    if report.source:
+        line["source"] = report.source
+    return line
+
+
+async def push(call: Call) -> None:
+    """POST /api/push: there is nowhere to push to."""
+    body = call.decode(PullBody)
+    if not body.asked:
+        raise BadRequest("model is required")
+    find_model(call.services, body.asked)
+    raise BadRequest("llmd does not push models to a registry")
+
+
+# --------------------------------------------------------------------------- cloud
+
+
+async def status(call: Call) -> None:
+    """GET /api/status."""
+    await call.send_json({"cloud": {"disabled": True, "source": "config"}})
+
+
+async def me(call: Call) -> None:
+    """POST /api/me: no account, and no place to sign in."""
+    raise Unauthorized("unauthorized")
+
+
+async def signout(call: Call) -> None:
+    """POST /api/signout."""
+    await call.send_empty()
+
+
+async def web(call: Call) -> None:
+    """POST /api/experimental/web_search and web_fetch."""
+    raise Forbidden(CLOUD_OFF.replace("remote model", "web access"))
+
+
+async def recommendations(call: Call) -> None:
+    """GET /api/experimental/model-recommendations."""
+    await call.send_json({"recommendations": []})
+
+
+def _native(
+    methods: tuple[str, ...],
+    path: str,
+    handler: Any,
+    body: type[Body] | None = None,
+    summary: str = "",
+) -> Route:
+    return Route(methods, path, handler, Family.NATIVE, body, summary)
+
+
+ROUTES = (
+    _native(("GET", "HEAD"), "/api/tags", tags, None, "Installed models"),
+    _native(("POST",), "/api/show", show, ShowBody, "All about one model"),
+    _native(("GET", "HEAD"), "/api/ps", ps, None, "Loaded models"),
+    _native(("POST",), "/api/pull", pull, PullBody, "Fetch a model"),
+    _native(("POST",), "/api/push", push, PullBody, "Refused: there is nowhere to push to"),
+    _native(("POST",), "/api/copy", copy, CopyBody, "Give a model a second name"),
+    _native(("DELETE",), "/api/delete", delete, NameBody, "Remove a model"),
+    _native(("GET", "HEAD"), "/api/status", status, None, "Whether a cloud is used: never"),
+    _native(("POST",), "/api/me", me, None, "The account: there is none"),
+    _native(("POST",), "/api/signout", signout, None, "Does nothing"),
+    _native(("DELETE",), "/api/user/keys/{key}", signout, None, "Does nothing"),
+    _native(("POST",), "/api/experimental/web_search", web, None, "Refused: no cloud"),
+    _native(("POST",), "/api/experimental/web_fetch", web, None, "Refused: no cloud"),
+    _native(
+        ("GET",),
+        "/api/experimental/model-recommendations",
+        recommendations,
+        None,
+        "An empty list",
+    ),
+)
