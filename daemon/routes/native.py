@@ -125,7 +125,9 @@ def common_fields(
 ) -> dict[str, Any]:
     """The fields of a Generate that both routes fill alike."""
     may_shift = body.shift is not False
-    window = min(options.num_ctx or held.lease.ready.context_length, held.lease.ready.context_length)
+    window = min(
+        options.num_ctx or held.lease.ready.context_length, held.lease.ready.context_length
+    )
     return {
         "sampling": options.sampling(bodies.num_logprobs(body.logprobs, body.top_logprobs)),
         "max_tokens": options.max_tokens(window, may_shift),
@@ -134,6 +136,7 @@ def common_fields(
         "stop": options.stop,
         "truncate": body.truncate is not False,
         "shift": may_shift,
+        "render_only": bool(body.debug_render_only),
         "client": call.client_key,
         "cache_salt": call.client_key,
     }
