@@ -28,7 +28,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,12 +231,16 @@ class ModelStore:
         return digest
 
     @contextmanager
-    def pinned(self, digests: Iterable[str]) -> Iterator[None]:
-        """Keep these blobs, here or yet to come, whatever is deleted meanwhile."""
-        held = tuple(digests)
-        self._pins.update(held)
+    def pinned(self) -> Iterator[Callable[[str], None]]:
+        """Gives a function; the blobs it is told, here or yet to come, stay until the end."""
+        held: list[str] = []
+
+        def pin(digest: str) -> None:
+            held.append(digest)
+            self._pins[digest] += 1
+
         try:
-            yield
+            yield pin
         finally:
             self._pins.subtract(held)
             self._pins = +self._pins

@@ -87,7 +87,8 @@ def test_replacing_a_model_removes_what_only_the_old_one_used(store: ModelStore)
 
 def test_a_pinned_blob_outlives_the_deletion_of_its_model(store: ModelStore) -> None:
     digest = stored_model(store, "a").files[0].digest
-    with store.pinned([digest]):
+    with store.pinned() as pin:
+        pin(digest)
         store.delete(ModelName.parse("a"))
         assert store.has_blob(digest)
         assert store.collect(now=LATER).paths == ()

@@ -1,0 +1,58 @@
+"""From files in the store to a manifest: read the headers, fill the fields, make it visible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from .details import Details, inspect_model
+from .manifest import Manifest
+from .names import ModelName
+from .sources.base import Fetched
+from .sources.local import OnHashed, take_local
+from .store import ModelStore
+
+
+def inspect_fetched(store: ModelStore, fetched: Fetched) -> Details:
+    """What the files are. Blocking. Raises BadModelFile or Unsupported."""
+    places: Mapping[str, tuple[str, Path]] = {
+        file.name: (file.role, store.path_of(file)) for file in fetched.files
+    }
+    return inspect_model(places)
+
+
+def make_manifest(name: ModelName, fetched: Fetched, details: Details) -> Manifest:
+    """The manifest of these files; what came with them wins over what is inside them."""
+    return Manifest(
+        name=name,
+        modified=datetime.now(UTC),
+        format=details.format,
+        architecture=details.architecture,
+        family=details.family,
+        parameter_count=details.parameter_count,
+        quantization=details.quantization,
+        context_length=details.context_length,
+        embedding_length=details.embedding_length,
+        capabilities=details.capabilities,
+        files=fetched.files,
+        template=fetched.template,
+        go_template=fetched.go_template,
+        system=fetched.system,
+        params=fetched.params,
+        messages=fetched.messages,
+        license=fetched.license or details.license,
+        source=fetched.source,
+    )
+
+
+def import_local(
+    store: ModelStore, path: Path, name: ModelName, on_hashed: OnHashed | None = None
+) -> Manifest:
+    """Take over a GGUF file or a safetensors folder under this name, without copying it.
+
+    Blocking: belongs into a thread. Raises a RegistryError; the store is then unchanged but for
+    links that the next collection removes.
+    """
+    fetched = take_local(store, path, on_hashed)
+    return store.put(make_manifest(name, fetched, inspect_fetched(store, fetched)))

