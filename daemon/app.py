@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starlette.responses import PlainTextResponse
-from starlette.routing import Router
 from starlette.routing import Route as StarletteRoute
+from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .routes import models, native, openai, system

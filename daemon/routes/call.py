@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -141,9 +141,10 @@ class Call:
         if not self._body.strip():
             raise BadRequest("missing request body")
         try:
-            return _decoder(kind).decode(self._body)
+            body: T = _decoder(cast("Any", kind)).decode(self._body)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise BadRequest(str(error)) from error
+        return body
 
     # ----------------------------------------------------------------- out
 
@@ -272,7 +273,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 @functools.cache
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ...backend.protocol import Delta, Finished, Generate, Started, TokenLogprob, ToolCall
 from ..errors import RequestFailed
@@ -43,11 +43,14 @@ class Generation:
         self.started: Started | None = None
         self.finished: Finished | None = None
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    def _events(self) -> AsyncGenerator[Started | Delta, None]:
+        return cast("AsyncGenerator[Started | Delta, None]", self._lease.generate(self.request))
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """All deltas, the finished one last. Raises RequestFailed or WorkerDied."""
         figures = self._figures
         last_at = 0.0
-        async with aclosing(_closable(self._lease.generate(self.request))) as events:
+        async with aclosing(self._events()) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.started = event
@@ -178,14 +181,3 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
         "logprob": entry.logprob,
         "bytes": list(entry.bytes) or list(entry.token.encode()),
     }
-
-
-async def _closable(events: AsyncIterator[Started | Delta]) -> AsyncIterator[Started | Delta]:
-    """A generator over any iterator, so that it can be closed where it is used."""
-    try:
-        async for event in events:
-            yield event
-    finally:
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()

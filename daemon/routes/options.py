@@ -92,12 +92,13 @@ class Options:
 
     @property
     def num_ctx(self) -> int | None:
-        num_ctx = self.values.get("num_ctx")
-        return None if num_ctx is None or num_ctx <= 0 else max(num_ctx, MIN_NUM_CTX)
+        num_ctx: int = self.values.get("num_ctx", 0)
+        return max(num_ctx, MIN_NUM_CTX) if num_ctx > 0 else None
 
     @property
     def num_keep(self) -> int:
-        return max(0, self.values.get("num_keep", 4))
+        num_keep: int = self.values.get("num_keep", 4)
+        return max(0, num_keep)
 
     @property
     def stop(self) -> list[str]:
@@ -115,7 +116,7 @@ class Options:
     def sampling(self, num_logprobs: int = -1) -> SamplingParams:
         """What the sampler gets; values without meaning become the nearest that has one."""
         get = self.values.get
-        seed = get("seed", -1)
+        seed: int = get("seed", -1)
         penalty = get("repeat_penalty", _DEFAULTS.repeat_penalty)
         return SamplingParams(
             temperature=max(0.0, get("temperature", _DEFAULTS.temperature)),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,7 @@ def _sampling(turn: Turn, options: Options, index: int) -> SamplingParams:
     )
 
 
-async def deltas_of(generation: Generation, turn: Turn) -> AsyncIterator[Delta]:
+async def deltas_of(generation: Generation, turn: Turn) -> AsyncGenerator[Delta, None]:
     """The deltas, a forced call put together."""
     written: list[str] = []
     async with aclosing(generation.deltas()) as deltas:
