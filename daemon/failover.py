@@ -1,0 +1,107 @@
+"""A stream that outlives its worker.
+
+The worker tells ids with the text (protocol.Delta). If it dies, a fresh worker gets the prompt's
+ids, the ids that were told and the seed, and goes on at the exact token; it tells the stream from
+its beginning, and what the reader has already is dropped here. Once per request: a request that
+kills two workers is not given a third.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import msgspec
+
+from ..backend.protocol import Delta, Generate, Started
+from .errors import WorkerDied
+from .worker_process import WorkerProcess
+
+log = logging.getLogger("llmd.failover")
+
+MAX_RESUMPTIONS = 1
+
+
+class _Told:
+    """What the reader of one stream has."""
+
+    def __init__(self) -> None:
+        self.started: Started | None = None
+        self.token_ids: list[int] = []
+        self.num_text = 0
+        self.num_thinking = 0
+        self.num_calls = 0
+        self.num_logprobs = 0
+        # How much of a repeated stream is still to be dropped.
+        self._skip_text = self._skip_thinking = self._skip_calls = self._skip_ids = 0
+
+    def resume(self, request: Generate) -> Generate:
+        """The request for the next worker; from now on its repetition is dropped."""
+        self._skip_text, self._skip_thinking = self.num_text, self.num_thinking
+        self._skip_calls, self._skip_ids = self.num_calls, len(self.token_ids)
+        if self.started is None:
+            return request
+        sampling = msgspec.structs.replace(request.sampling, seed=self.started.seed)
+        return msgspec.structs.replace(
+            request, sampling=sampling, output_ids=list(self.token_ids), truncate=True
+        )
+
+    def news(self, delta: Delta) -> Delta:
+        """The delta without what the reader has; counts what is passed on."""
+        text = delta.text[self._skip_text :]
+        thinking = delta.thinking[self._skip_thinking :]
+        calls = delta.tool_calls[self._skip_calls :]
+        ids = delta.token_ids[self._skip_ids :]
+        self._skip_text -= len(delta.text) - len(text)
+        self._skip_thinking -= len(delta.thinking) - len(thinking)
+        self._skip_calls -= len(delta.tool_calls) - len(calls)
+        self._skip_ids -= len(delta.token_ids) - len(ids)
+        self.num_text += len(text)
+        self.num_thinking += len(thinking)
+        self.num_calls += len(calls)
+        self.token_ids.extend(ids)
+        return msgspec.structs.replace(
+            delta, text=text, thinking=thinking, tool_calls=calls, token_ids=ids
+        )
+
+
+async def resumed(
+    worker: WorkerProcess,
+    request: Generate,
+    replacement: Callable[[], Awaitable[WorkerProcess]],
+) -> AsyncGenerator[Started | Delta]:
+    """The worker's answers to the request, and a replacement's after them if it dies.
+
+    Raises RequestFailed, WorkerDied. Closing it cancels the sequence.
+    """
+    told = _Told()
+    num_left = MAX_RESUMPTIONS
+    while True:
+        try:
+            stream = worker.generate(request)
+            async with contextlib.aclosing(stream):
+                async for answer in stream:
+                    if isinstance(answer, Started):
+                        if told.started is None:
+                            told.started = answer
+                            yield answer
+                        continue
+                    news = told.news(answer)
+                    if _is_news(news):
+                        yield news
+                    if news.finished is not None:
+                        return
+        except WorkerDied as death:
+            if num_left == 0:
+                raise
+            num_left -= 1
+            log.warning("%s; going on after %d tokens", death, len(told.token_ids))
+            request = told.resume(request)
+            worker = await replacement()
+
+
+def _is_news(delta: Delta) -> bool:
+    return bool(
+        delta.text or delta.thinking or delta.tool_calls or delta.token_ids or delta.finished
+    )

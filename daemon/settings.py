@@ -1,0 +1,179 @@
+"""Every knob of the daemon, read from the environment once.
+
+`LLMD_X` first, then `OLLAMA_X`, so that existing setups keep working. A value that cannot be read
+stops the start with one sentence: a typing error must not silently become a default.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import platformdirs
+
+from .routes.durations import DurationInvalid, parse_duration
+
+T = TypeVar("T")
+
+DEFAULT_PORT = 11434
+PREFIXES = ("LLMD_", "OLLAMA_")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+class SettingsInvalid(Exception):
+    """A variable holds something that cannot be read. The text names it and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All knobs. Durations in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    models: Path = field(
+        default_factory=lambda: Path(platformdirs.user_data_dir("llmd", appauthor=False)) / "models"
+    )
+    keep_alive_s: float = 300.0  # how long an idle model stays; math.inf: forever
+    load_timeout_s: float = 300.0  # without any progress; 0: never give up
+    max_loaded_models: int = 0  # 0: as many as fit the memory
+    max_queue: int = 512  # waiting requests before 503
+    context_length: int = 0  # default num_ctx; 0: what the model and the memory allow
+    memory_limit_bytes: int = 0  # for all models together; 0: most of what the machine has
+    dtype: str = "auto"
+    num_threads: int = 0  # of one worker; 0: the physical cores
+    drain_s: float = 5.0  # how long running answers may go on at shutdown
+    origins: tuple[str, ...] = ()  # browser origins besides the built-in ones
+    hosts: tuple[str, ...] = ()  # names in the Host header besides the machine's own
+    api_keys: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)  # setting -> variable it came from
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only this machine can reach the port."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Raises SettingsInvalid."""
+    reader = _Reader(os.environ if environ is None else environ)
+    defaults = Settings()
+    host, port = reader.get("HOST", parse_host, (defaults.host, defaults.port))
+    settings = Settings(
+        host=host,
+        port=port,
+        models=reader.get("MODELS", lambda text: Path(text).expanduser(), defaults.models),
+        keep_alive_s=reader.get("KEEP_ALIVE", _keep_alive, defaults.keep_alive_s),
+        load_timeout_s=reader.get("LOAD_TIMEOUT", _load_timeout, defaults.load_timeout_s),
+        max_loaded_models=reader.get("MAX_LOADED_MODELS", _natural, 0),
+        max_queue=reader.get("MAX_QUEUE", _natural, defaults.max_queue),
+        context_length=reader.get("CONTEXT_LENGTH", _natural, 0),
+        memory_limit_bytes=reader.get("MEMORY_LIMIT", parse_size, 0),
+        dtype=reader.get("DTYPE", _dtype, defaults.dtype),
+        num_threads=reader.get("NUM_THREADS", _natural, 0),
+        drain_s=reader.get("DRAIN", _load_timeout, defaults.drain_s),
+        origins=reader.get("ORIGINS", _list, ()),
+        hosts=reader.get("HOSTS", _list, ()),
+        api_keys=reader.get("API_KEY", _list, ()),
+        sources=reader.sources,
+    )
+    if not settings.is_loopback and not settings.api_keys and not reader.allows_open():
+        raise SettingsInvalid(
+            f"LLMD_HOST={settings.host} would let everyone on the network in; set LLMD_API_KEY, or "
+            "LLMD_ALLOW_OPEN=1 if that is what you want"
+        )
+    return settings
+
+
+class _Reader:
+    """Looks a knob up under its names and says where it was found."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.sources: dict[str, str] = {}
+
+    def get(self, name: str, parse: Callable[[str], T], default: T) -> T:
+        # The client libraries' OLLAMA_API_KEY is what *they* send, not what this server demands.
+        prefixes = PREFIXES[:1] if name in ("API_KEY", "HOSTS") else PREFIXES
+        for prefix in prefixes:
+            text = self._environ.get(prefix + name, "").strip().strip("\"'").strip()
+            if not text:
+                continue
+            try:
+                value = parse(text)
+            except ValueError as error:
+                raise SettingsInvalid(f"{prefix}{name}={text!r}: {error}") from error
+            self.sources[name.lower()] = prefix + name
+            return value
+        return default
+
+    def allows_open(self) -> bool:
+        return self._environ.get("LLMD_ALLOW_OPEN", "") not in ("", "0", "false")
+
+
+def parse_host(text: str) -> tuple[str, int]:
+    """`[scheme://]host[:port]` to host and port. An empty host is the loopback."""
+    scheme, _, rest = text.rpartition("://")
+    default = {"http": 80, "https": 443}.get(scheme, DEFAULT_PORT)
+    if rest.count(":") > 1 and not rest.startswith("["):
+        rest = f"[{rest}]"  # a bare IPv6 address
+    parts = urlsplit(f"//{rest}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"a port from 1 to 65535 is expected ({error})") from error
+    return parts.hostname or "127.0.0.1", default if port is None else port
+
+
+def parse_size(text: str) -> int:
+    """`8GB`, `512MiB`, `1.5G` or a number of bytes."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError("a size such as 8GB or 512MiB is expected")
+    number, unit, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError("a whole number, 0 or more, is expected")
+    return int(text)
+
+
+def _keep_alive(text: str) -> float:
+    """A duration or whole seconds; negative is forever."""
+    seconds = _seconds(text)
+    return math.inf if seconds < 0 else seconds
+
+
+def _load_timeout(text: str) -> float:
+    return max(_seconds(text), 0.0)
+
+
+def _seconds(text: str) -> float:
+    if re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return float(text)
+    try:
+        return parse_duration(text)
+    except DurationInvalid as error:
+        raise ValueError(str(error)) from error
+
+
+def _dtype(text: str) -> str:
+    if text not in ("auto", "bfloat16", "float16", "float32"):
+        raise ValueError("auto, bfloat16, float16 or float32 is expected")
+    return text
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

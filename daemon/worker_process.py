@@ -1,0 +1,397 @@
+"""WorkerProcess: the daemon's end of one worker. Spawn, talk, notice death, stop.
+
+    start ──▶ LOADING ──Ready──▶ READY ──stop──▶ DRAINING ──▶ DEAD
+                 └──Failed, silence, exit──▶ DEAD ◀──exit, silence───┘
+
+Death is seen at once: the end of the child's stdout. A child that is alive but says nothing for
+`silence_s` (it sends Stats every second) is taken for hung and killed. Either way every open stream
+gets WorkerDied, with the last lines of the log.
+
+The child ends by itself when its stdin ends, and on Linux by a signal of the kernel when the daemon
+dies; so a daemon that is killed leaves no worker.
+
+A reader of a stream that is slow gets merged deltas: memory is bounded by the answer's length, and
+nobody makes the others wait.
+
+Owner: itself, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+
+from ..backend import protocol
+from ..backend.protocol import (
+    Cancel,
+    Delta,
+    Embed,
+    Embedded,
+    Failed,
+    Generate,
+    Load,
+    Loading,
+    Ready,
+    SetKVBudget,
+    Shutdown,
+    Started,
+    Stats,
+    Step,
+    Tokenize,
+    Tokenized,
+)
+from .errors import DaemonError, LoadFailed, NoMemory, RequestFailed, WorkerDied
+
+log = logging.getLogger("llmd.worker_process")
+
+MAX_LINE_BYTES = 2**28  # a prompt of a million ids is 8 MB; beyond this the child is out of order
+LOG_LINES_KEPT = 50
+LOG_LINES_TOLD = 3  # of them, in an error
+SILENCE_S = 10.0  # ten missing signs of life
+KILL_AFTER_S = 5.0  # from asking a child to end to killing it
+
+Answer = Started | Delta | Embedded | Tokenized
+Progress = Callable[[float, str], None]
+
+
+class State(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+def worker_command() -> list[str]:
+    """How a real worker is started."""
+    return [sys.executable, "-m", f"{__package__.split('.')[0]}.backend"]
+
+
+class _Mailbox:
+    """What has come for one request and was not read yet."""
+
+    def __init__(self) -> None:
+        self._items: deque[Answer | DaemonError] = deque()
+        self._arrived = asyncio.Event()
+        self.is_over = False  # nothing more will come from the worker
+
+    def put(self, item: Answer | DaemonError) -> None:
+        last = self._items[-1] if self._items else None
+        if isinstance(item, Delta) and isinstance(last, Delta) and _can_merge(last, item):
+            self._items[-1] = merged(last, item)
+        else:
+            self._items.append(item)
+        is_final = isinstance(item, Delta) and item.finished is not None
+        self.is_over = self.is_over or is_final or not isinstance(item, Started | Delta)
+        self._arrived.set()
+
+    async def get(self) -> Answer:
+        """The next answer. Raises the error that came instead."""
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        item = self._items.popleft()
+        if isinstance(item, DaemonError):
+            raise item
+        return item
+
+
+def _can_merge(first: Delta, second: Delta) -> bool:
+    """Joined, they read the same: within a delta thinking comes before text, then calls."""
+    return not first.tool_calls and not (first.text and second.thinking)
+
+
+def merged(first: Delta, second: Delta) -> Delta:
+    """Two deltas of one sequence as one."""
+    return msgspec.structs.replace(
+        second,
+        text=first.text + second.text,
+        thinking=first.thinking + second.thinking,
+        tool_calls=[*first.tool_calls, *second.tool_calls],
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=[*first.logprobs, *second.logprobs],
+    )
+
+
+class WorkerProcess:
+    """One child. Made by `start`, which returns when the model is ready."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, silence_s: float) -> None:
+        self.name = name
+        self._process = process
+        self._silence_s = silence_s
+        # All the mutable state.
+        self.state = State.LOADING
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._log_lines: deque[str] = deque(maxlen=LOG_LINES_KEPT)
+        self._last_sign = time.monotonic()
+        self._failure: DaemonError | None = None  # what a Failed without id said
+        self._is_loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._on_loading: list[Progress] = []
+        self._ids = itertools.count()
+        self._died = asyncio.Event()
+        self._tasks = [
+            asyncio.create_task(self._read_events(), name=f"{name}: events"),
+            asyncio.create_task(self._read_log(), name=f"{name}: log"),
+            asyncio.create_task(self._watch(), name=f"{name}: watchdog"),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.name} {self.state.value}, {len(self._mailboxes)} open>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for something from this worker."""
+        return len(self._mailboxes)
+
+    @classmethod
+    async def start(
+        cls,
+        load: Load,
+        command: Sequence[str],
+        on_loading: Progress | None = None,
+        load_timeout_s: float = 300.0,
+        silence_s: float = SILENCE_S,
+    ) -> WorkerProcess:
+        """Spawn, load, return when ready.
+
+        `load_timeout_s` bounds the time without any progress. Raises LoadFailed or NoMemory; no
+        child is left then, nor when this is cancelled.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,  # Ctrl+C in the daemon's terminal is the daemon's
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        worker = cls(load.name, process, silence_s)
+        if on_loading is not None:
+            worker._on_loading.append(on_loading)
+        try:
+            await worker._send(load)
+            await worker._loaded(load_timeout_s)
+        except BaseException:
+            await worker.kill()
+            raise
+        return worker
+
+    async def _loaded(self, timeout_s: float) -> None:
+        progressed_at, latest = time.monotonic(), -1.0
+        fractions = [0.0]
+        self._on_loading.append(lambda fraction, stage: fractions.append(fraction))
+        while not self._is_loaded.done():
+            await asyncio.wait([self._is_loaded], timeout=0.2)
+            if fractions[-1] > latest:
+                progressed_at, latest = time.monotonic(), fractions[-1]
+            elif time.monotonic() - progressed_at > timeout_s > 0:
+                raise LoadFailed(
+                    f"loading {self.name} made no progress for {timeout_s:g} s{self._last_words()}"
+                )
+        self.ready = self._is_loaded.result()
+        self.state = State.READY
+        self._on_loading.clear()
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request: Generate) -> AsyncIterator[Started | Delta]:
+        """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
+
+        The request's id is replaced by one of this worker's. Raises RequestFailed, WorkerDied.
+        """
+        request = msgspec.structs.replace(request, id=f"g{next(self._ids)}")
+        async with self._mailbox(request) as mailbox:
+            while True:
+                answer = await mailbox.get()
+                assert isinstance(answer, Started | Delta), answer
+                yield answer
+                if isinstance(answer, Delta) and answer.finished is not None:
+                    return
+
+    async def embed(self, request: Embed) -> Embedded:
+        """Raises RequestFailed, WorkerDied."""
+        request = msgspec.structs.replace(request, id=f"e{next(self._ids)}")
+        async with self._mailbox(request) as mailbox:
+            answer = await mailbox.get()
+        assert isinstance(answer, Embedded), answer
+        return answer
+
+    async def tokenize(self, request: Tokenize) -> Tokenized:
+        """Raises RequestFailed, WorkerDied."""
+        request = msgspec.structs.replace(request, id=f"t{next(self._ids)}")
+        async with self._mailbox(request) as mailbox:
+            answer = await mailbox.get()
+        assert isinstance(answer, Tokenized), answer
+        return answer
+
+    async def set_kv_budget(self, budget_bytes: int) -> None:
+        """The worker's KV memory may be at most this."""
+        await self._send(SetKVBudget(budget_bytes))
+
+    @contextlib.asynccontextmanager
+    async def _mailbox(self, request: Generate | Embed | Tokenize) -> AsyncIterator[_Mailbox]:
+        if self.state is State.DEAD:
+            raise self._death()
+        mailbox = self._mailboxes[request.id] = _Mailbox()
+        try:
+            await self._send(request)
+            yield mailbox
+        finally:
+            del self._mailboxes[request.id]
+            if not mailbox.is_over and isinstance(request, Generate):
+                self._write(Cancel(request.id))
+
+    async def _send(self, request: protocol.Request) -> None:
+        self._write(request)
+        with contextlib.suppress(ConnectionError):  # the end of its stdout tells what happened
+            assert self._process.stdin is not None
+            await self._process.stdin.drain()
+
+    def _write(self, request: protocol.Request) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(protocol.encode(request))
+
+    # ------------------------------------------------------------------ events
+
+    async def _read_events(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            async for line in self._process.stdout:
+                self._last_sign = time.monotonic()
+                self._take(protocol.decode_event(line))
+        except (protocol.ProtocolError, ValueError) as error:
+            log.error("%s speaks out of order: %s", self.name, error)
+        finally:
+            self._kill_group()
+            await self._process.wait()
+            self._end()
+
+    def _take(self, event: protocol.Event) -> None:
+        if isinstance(event, Step):
+            for delta in event.deltas:
+                self._deliver(delta.id, delta)
+            if event.stats is not None:
+                self.stats = event.stats
+        elif isinstance(event, Stats):
+            self.stats = event
+        elif isinstance(event, Started | Embedded | Tokenized):
+            self._deliver(event.id, event)
+        elif isinstance(event, Loading):
+            for tell in list(self._on_loading):
+                tell(event.fraction, event.stage)
+        elif isinstance(event, Ready):
+            if not self._is_loaded.done():
+                self._is_loaded.set_result(event)
+        else:
+            self._fail(event)
+
+    def _fail(self, event: Failed) -> None:
+        if event.id is not None:
+            self._deliver(event.id, RequestFailed(event.code, event.message))
+        elif self.state is State.LOADING:
+            kind = NoMemory if event.code == "no_memory" else LoadFailed
+            self._failure = kind(event.message)
+        else:
+            log.error("%s: %s: %s", self.name, event.code, event.message)
+
+    def _deliver(self, id: str, item: Answer | DaemonError) -> None:
+        mailbox = self._mailboxes.get(id)
+        if mailbox is not None:  # else its reader has left
+            mailbox.put(item)
+
+    def _end(self) -> None:
+        """The child is gone: tell everyone who waits."""
+        self.state = State.DEAD
+        death = self._death()
+        for mailbox in list(self._mailboxes.values()):
+            if not mailbox.is_over:
+                mailbox.put(death)
+        if not self._is_loaded.done():
+            self._is_loaded.set_exception(self._failure or LoadFailed(str(death)))
+            self._is_loaded.exception()  # seen: whoever waits gets it, and maybe nobody does
+        self._died.set()
+
+    def _death(self) -> DaemonError:
+        if self._failure is not None:
+            return self._failure
+        code = self._process.returncode
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return WorkerDied(
+            f"the worker of {self.name} ended unexpectedly ({how}){self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        lines = list(self._log_lines)[-LOG_LINES_TOLD:]
+        return f"; its log ends: {' | '.join(lines)}" if lines else ""
+
+    async def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        async for raw in self._process.stderr:
+            line = raw.decode("utf-8", "replace").rstrip()
+            if line:
+                self._log_lines.append(line)
+                log.info("%s: %s", self.name, line)
+
+    async def _watch(self) -> None:
+        """A child without a sign of life is as good as dead."""
+        while True:
+            await asyncio.sleep(self._silence_s / 4)
+            silent_s = time.monotonic() - self._last_sign
+            if silent_s > self._silence_s:
+                log.error("%s said nothing for %.0f s and is killed", self.name, silent_s)
+                self._log_lines.append(f"no sign of life for {silent_s:.0f} s; killed")
+                self._kill_group()
+                return
+
+    # -------------------------------------------------------------------- end
+
+    async def wait_dead(self) -> None:
+        """Return when the child is gone."""
+        await self._died.wait()
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Ask it to end: what runs may go on for `drain_s`, then ends with reason "abort"."""
+        if self.state is not State.DEAD:
+            self.state = State.DRAINING
+            await self._send(Shutdown(drain_s))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._died.wait(), drain_s + KILL_AFTER_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End it now. Returns when it is gone and its tasks are over."""
+        self._kill_group()
+        await self._died.wait()
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _kill_group(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.state is not State.READY or self.ready is not None
+        assert self.state is not State.DEAD or self._died.is_set()
