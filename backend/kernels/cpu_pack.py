@@ -1,0 +1,119 @@
+"""Weights in the layout that the compiled CPU kernels read.
+
+A matrix [N, K] is cut into strips of 8 outputs, and a strip into blocks of 32 inputs, which lie one
+after the other as the kernel walks them. Two forms; scales and offsets are float16, one of each for
+an output's 32 inputs:
+
+    4 bit   w = scale · q + offset, q in 0..15     160 bytes a block, 5 bits a weight
+            128 bytes of nibbles, [4 quarters][8 outputs][4 inputs]; a quarter's low nibbles are its
+            inputs 0..3, the high ones 4..7; then 8 scales, 8 offsets
+    8 bit   w = scale · q, q in -127..127          272 bytes a block, 8.5 bits a weight
+            256 bytes, [16 pairs of inputs][8 outputs][2 inputs]; then 8 scales
+
+GGUF's Q4_0 and Q4_1 go into the first without any loss, Q8_0 into the second; all other types are
+rounded to 8 bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STRIP = 8
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """`data` is uint8, 64-byte aligned. `bits` is 4 or 8."""
+
+    data: Tensor
+    bits: int
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.numel()
+
+
+def fits(num_outputs: int, num_inputs: int) -> bool:
+    """Only whole strips and blocks can be packed."""
+    return num_outputs % STRIP == 0 and num_inputs % BLOCK == 0
+
+
+def pack_8bit(weight: Tensor) -> PackedMatrix:
+    """weight [N, K] float. Each 32 inputs of an output share a scale: largest magnitude / 127."""
+    n, k = weight.shape
+    blocks = weight.float().view(n, k // BLOCK, BLOCK)
+    scale = (blocks.abs().amax(-1) / 127).half()
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    quants = (blocks * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+    return join_8bit(quants, scale)
+
+
+def join_8bit(quants: Tensor, scale: Tensor) -> PackedMatrix:
+    """quants int8 [N, K / 32, 32], scale float16 [N, K / 32]."""
+    n, num_blocks, _ = quants.shape
+    strips = quants.view(n // STRIP, STRIP, num_blocks, BLOCK // 2, 2).permute(0, 2, 3, 1, 4)
+    data = torch.cat(
+        (
+            strips.reshape(n // STRIP, num_blocks, STRIP * BLOCK).view(torch.uint8),
+            _by_strip(scale),
+        ),
+        dim=-1,
+    )
+    return PackedMatrix(_aligned(data), 8, n, num_blocks * BLOCK)
+
+
+def join_4bit(quants: Tensor, scale: Tensor, offset: Tensor) -> PackedMatrix:
+    """quants uint8 [N, K / 32, 32] of 0..15, scale and offset float16 [N, K / 32]."""
+    n, num_blocks, _ = quants.shape
+    strips = quants.view(n // STRIP, STRIP, num_blocks, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
+    nibbles = strips[0] | (strips[1] << 4)
+    data = torch.cat(
+        (
+            nibbles.reshape(n // STRIP, num_blocks, STRIP * BLOCK // 2),
+            _by_strip(scale),
+            _by_strip(offset),
+        ),
+        dim=-1,
+    )
+    return PackedMatrix(_aligned(data), 4, n, num_blocks * BLOCK)
+
+
+def _by_strip(values: Tensor) -> Tensor:
+    """float16 [N, blocks] to bytes [N / 8, blocks, 16]."""
+    n, num_blocks = values.shape
+    strips = values.view(n // STRIP, STRIP, num_blocks).transpose(1, 2).contiguous()
+    return strips.view(torch.uint8).view(n // STRIP, num_blocks, 2 * STRIP)
+
+
+def _aligned(data: Tensor) -> Tensor:
+    """A flat copy that begins at a multiple of 64; torch promises that for its own memory."""
+    flat = torch.empty(data.numel(), dtype=torch.uint8)
+    assert flat.data_ptr() % 64 == 0
+    flat.view(data.shape).copy_(data)
+    return flat
+
+
+def unpack(matrix: PackedMatrix) -> Tensor:
+    """The weights that the kernels see, float32 [N, K]. For tests and the load's self-test."""
+    n, k = matrix.num_outputs, matrix.num_inputs
+    num_strips, num_blocks = n // STRIP, k // BLOCK
+    blocks = matrix.data.view(num_strips, num_blocks, -1)
+
+    def halves(begin: int) -> Tensor:
+        raw = blocks[..., begin : begin + 16].contiguous().view(torch.float16).float()
+        return raw.transpose(1, 2).reshape(n, num_blocks, 1)
+
+    if matrix.bits == 8:
+        quants = blocks[..., :256].contiguous().view(torch.int8)
+        quants = quants.view(num_strips, num_blocks, 16, STRIP, 2).permute(0, 3, 1, 2, 4)
+        return (quants.reshape(n, num_blocks, BLOCK) * halves(256)).reshape(n, k)
+    packed = blocks[..., :128].view(num_strips, num_blocks, 4, STRIP, 4)
+    both = torch.stack((packed & 15, packed >> 4), dim=3)  # [strip, block, quarter, half, 8, 4]
+    quants = both.permute(0, 4, 1, 2, 3, 5).reshape(n, num_blocks, BLOCK)
+    return (quants * halves(128) + halves(144)).reshape(n, k)
