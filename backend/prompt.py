@@ -15,6 +15,7 @@ from typing import Any
 from .protocol import Generate
 from .text.chat_template import ChatTemplate, TemplateError
 from .text.context import fit_messages, fit_tokens
+from .text.response_parser import ResponseParser, choose_parser
 from .text.tokenizer import Tokenizer, without_marks
 
 TOO_LONG = (
@@ -41,6 +42,7 @@ class Prompt:
     num_ctx: int
     max_tokens: int
     seed: int
+    parser: ResponseParser | None
     truncated_tokens: int = 0
     truncated_messages: int = 0
 
@@ -86,6 +88,7 @@ class PromptBuilder:
             num_ctx=window,
             max_tokens=room if request.max_tokens is None else max(request.max_tokens, 0),
             seed=_seed_of(request),
+            parser=self._parser(request, template, rendered),
             truncated_tokens=len(ids) - len(fitted),
             truncated_messages=dropped,
         )
@@ -176,6 +179,15 @@ class PromptBuilder:
                     "bad_request", f"token id {token_id} is outside the vocabulary of {size}"
                 )
         return list(ids)
+
+    def _parser(
+        self, request: Generate, template: ChatTemplate | None, rendered: str
+    ) -> ResponseParser | None:
+        if not request.parse or request.messages is None or template is None:
+            return None
+        return choose_parser(
+            template.source, self.architecture, rendered=rendered, tools=request.tools
+        )
 
 
 def _answer_reserve(request: Generate, window: int) -> int:

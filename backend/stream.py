@@ -19,6 +19,7 @@ import msgspec
 from .engine.batch import Logprobs
 from .protocol import Delta, Finished, TokenLogprob, ToolCall
 from .text.detokenizer import Detokenizer, Released
+from .text.response_parser import Content, Piece, ResponseParser, Thinking
 from .text.tokenizer import Tokenizer
 
 _CALL_ID_LETTERS = string.ascii_lowercase + string.digits
@@ -32,11 +33,19 @@ class _Pieces:
     thinking: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
 
+    def add(self, piece: Piece) -> None:
+        if isinstance(piece, Content):
+            self.text.append(piece.text)
+        elif isinstance(piece, Thinking):
+            self.thinking.append(piece.text)
+        else:
+            self.tool_calls.append(ToolCall(_call_id(), piece.name, piece.arguments))
+
 
 class Stream:
     """The text side of one sequence.
 
-    `prompt_ids` prime the detokenizer, so that the first
+    `parser` None passes the text on as it is. `prompt_ids` prime the detokenizer, so that the first
     piece has the spacing it has in context; none of them appears in the output.
     """
 
@@ -46,11 +55,13 @@ class Stream:
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         stop: Sequence[str],
+        parser: ResponseParser | None,
         wants_logprobs: bool,
     ) -> None:
         self.id = id
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop)
+        self._parser = parser
         self._wants_logprobs = wants_logprobs
         # Ids, and logprobs beside them, whose text the detokenizer still holds back.
         self._held_ids: list[int] = []
@@ -99,7 +110,13 @@ class Stream:
 
     def _pieces(self, text: str, is_last: bool = False) -> _Pieces:
         pieces = _Pieces()
-        pieces.text.append(text)
+        if self._parser is None:
+            pieces.text.append(text)
+            return pieces
+        for piece in self._parser.push(text) if text else ():
+            pieces.add(piece)
+        for piece in self._parser.finish() if is_last else ():
+            pieces.add(piece)
         return pieces
 
     def _delta(

@@ -318,6 +318,7 @@ class Worker:
             self._model.tokenizer,
             prompt.prompt_ids,
             prompt.request.stop,
+            prompt.parser,
             wants_logprobs=prompt.request.sampling.num_logprobs >= 0,
         )
 

@@ -15,6 +15,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 
 import psutil
 import uvicorn
@@ -91,7 +92,7 @@ def owner_of_port(port: int) -> str | None:
     """ "name (pid 1)" of the process that listens there; None if the system does not tell."""
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,):
                 if connection.pid is None:
                     return None
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
@@ -151,5 +152,5 @@ class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: `serve` has its own."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def,override]
+    def capture_signals(self) -> Iterator[None]:
         yield

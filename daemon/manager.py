@@ -23,7 +23,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -123,7 +123,7 @@ class Lease:
         self.worker = worker
         self._manager = manager
 
-    async def generate(self, request: Generate) -> AsyncIterator[Started | Delta]:
+    async def generate(self, request: Generate) -> AsyncGenerator[Started | Delta, None]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
         If the worker dies meanwhile, a fresh one goes on at the exact token, once. Raises
@@ -349,8 +349,7 @@ class ModelManager:
 
     def _measure(self, entry: _Entry) -> None:
         if entry.worker is not None and entry.worker.ready is not None:
-            worker = entry.worker
-            own = worker.stats.rss_bytes or worker.ready.weights_bytes  # type: ignore[union-attr]
+            own = entry.worker.stats.rss_bytes or entry.worker.ready.weights_bytes
             entry.size_bytes = own
             self._measured[entry.key] = own
 

@@ -27,7 +27,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import msgspec
 
@@ -211,7 +211,7 @@ class WorkerProcess:
 
     # ---------------------------------------------------------------- requests
 
-    async def generate(self, request: Generate) -> AsyncIterator[Started | Delta]:
+    async def generate(self, request: Generate) -> AsyncGenerator[Started | Delta, None]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
         The request's id is replaced by one of this worker's. Raises RequestFailed, WorkerDied.
