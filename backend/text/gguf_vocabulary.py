@@ -17,6 +17,7 @@ Half a million merges take seconds to derive, so the result is kept as a tokeniz
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from array import array
@@ -29,6 +30,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from .pretokenizers import pre_tokenizer
+
+log = logging.getLogger(__name__)
 
 Metadata = Mapping[str, Any]
 
@@ -73,7 +76,10 @@ def load_vocabulary(metadata: Metadata, cache_dir: Path | None) -> tokenizers.To
         return _build(vocabulary)
     cached = cache_dir / f"tokenizer-{_fingerprint(vocabulary)}.json"
     if cached.exists():
-        return tokenizers.Tokenizer.from_file(str(cached))
+        try:
+            return tokenizers.Tokenizer.from_file(str(cached))
+        except Exception as error:  # the Rust side raises bare Exception
+            log.warning("%s is damaged and made again: %s", cached, error)
     built = _build(vocabulary)
     _write_atomically(cached, built.to_str())
     return built
