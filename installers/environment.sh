@@ -1,72 +1,90 @@
-# Shared by scripts/llmd, scripts/check and installers/install.sh: how llmd's private environment is
-# made. Sourced by POSIX sh. Every function that can fail prints one sentence that says what to do.
+# Making the private Python environment: found, checked, filled. Sourced by scripts/llmd,
+# scripts/check and installers/install.sh, which set `root` (the checkout) first. POSIX sh.
+#
+# All words go to stderr, a few plain lines; what pip says goes to a log that errors name.
+# Whoever pipes something into llmd keeps it: nothing here reads stdin.
 
-NEEDED_KIB=3500000  # torch's CPU build, its dependencies and room to unpack them
-TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-TORCH_CUDA_INDEX=https://download.pytorch.org/whl/cu130
+# shellcheck source=installers/torch.sh
+. "${root:?}/installers/torch.sh"
 
-say() { printf '%s\n' "$*" >&2; }
-fail() { printf 'Error: %s\n' "$*" >&2; exit 1; }
+needed_mb=3000 # torch unpacked, its wheel, and a small model
+needed_mb_cuda=9000
 
-# The first Python that is new enough; $LLMD_PYTHON comes first.
+say() { printf 'llmd: %s\n' "$*" >&2; }
+
+die() {
+    printf 'Error: %s\n' "$*" >&2
+    exit 1
+}
+
+# Sets `python`: LLMD_PYTHON, else the first Python that is new enough.
 find_python() {
-    for candidate in ${LLMD_PYTHON:-} python3 python3.13 python3.12 python3.11; do
+    for candidate in ${LLMD_PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "$candidate"
+            python=$candidate
             return 0
         fi
     done
-    fail "llmd needs Python 3.11 or newer and found none; install it (Debian: apt install python3) or name one in LLMD_PYTHON"
+    found=$("${LLMD_PYTHON:-python3}" --version 2>/dev/null) || found="no python3"
+    die "llmd needs Python 3.11 or newer and found $found; install one (for example 'apt install python3.11 python3.11-venv') or name it in LLMD_PYTHON."
 }
 
-check_disk() {  # folder
+check_venv_module() {
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "this Python has no venv module; install it (on Debian or Ubuntu: 'sudo apt install python3-venv') and try again."
+}
+
+# check_space FOLDER: the nearest folder above it that exists decides.
+check_space() {
     folder=$1
     while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
-    free=$(df -Pk "$folder" | awk 'NR == 2 { print $4 }')
-    if [ "$free" -lt "$NEEDED_KIB" ]; then
-        fail "llmd's environment needs about $((NEEDED_KIB / 1000)) MB in $folder and only $((free / 1000)) MB are free; make room or choose another place"
-    fi
+    wanted_mb=$needed_mb
+    [ "$(torch_build)" != cuda ] || wanted_mb=$needed_mb_cuda
+    free_mb=$(df -Pk "$folder" | awk 'NR == 2 { print int($4 / 1024) }')
+    [ "$free_mb" -ge "$wanted_mb" ] ||
+        die "llmd needs about $wanted_mb MB of disk and $folder has $free_mb MB free; make room and try again."
 }
 
-make_venv() {  # python, folder
-    if ! "$1" -c 'import venv, ensurepip' 2>/dev/null; then
-        fail "this Python has no venv module; install it (Debian and Ubuntu: apt install python3-venv)"
-    fi
-    "$1" -m venv "$2" || fail "the environment could not be made in $2"
+# What an environment was made from; it is made anew when this changes.
+environment_stamp() {
+    printf '%s %s\n' "$1" "$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)"
 }
 
-# The pinned version without the local part, as constraints.txt has it.
-torch_version() { sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$1"; }
-
-has_nvidia() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
-
-# With an NVIDIA GPU the CUDA build of torch, elsewhere the CPU build, which is ten times smaller.
-# An index that does not answer within seconds is given up, and the default index is asked.
-install_torch() {  # python of the environment, constraints file
-    version=$(torch_version "$2")
-    if "$1" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then
-        return 0
-    fi
-    index=$TORCH_CPU_INDEX
-    has_nvidia && index=$TORCH_CUDA_INDEX
-    if reaches "$1" "$index"; then
-        "$1" -m pip install --quiet --index-url "$index" "torch==$version" 2>/dev/null && return 0
-        say "torch's own index has no torch $version for this machine; the default index is asked"
-    fi
-    "$1" -m pip install --quiet -c "$2" "torch==$version" ||
-        fail "torch $version could not be installed; is there a network, or a proxy to set in HTTPS_PROXY?"
+# is_ready ENVIRONMENT KIND: an environment with the dev extras serves for all.
+is_ready() {
+    [ -x "$1/bin/python" ] && [ -f "$1/llmd-ready" ] || return 1
+    stamp=$(cat "$1/llmd-ready")
+    [ "$stamp" = "$(environment_stamp "$2")" ] || [ "$stamp" = "$(environment_stamp dev)" ]
 }
 
-reaches() {  # python, url
-    "$1" - "$2" <<'PY' 2>/dev/null
-import sys, urllib.request
-urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=4).close()
-PY
-}
-
-install_llmd() {  # python of the environment, constraints file, what to install, extra pip flags
-    python=$1 constraints=$2 what=$3
+# make_environment ENVIRONMENT KIND LOG PIP-ARGUMENTS...: KIND is user or dev.
+make_environment() {
+    environment=$1 kind=$2 log=$3
     shift 3
-    "$python" -m pip install --quiet -c "$constraints" "$@" "$what" ||
-        fail "llmd's packages could not be installed; is there a network, or a proxy to set in HTTPS_PROXY?"
+    began=$(date +%s)
+    find_python
+    check_venv_module
+    if ! has_torch "$environment/bin/python"; then check_space "$environment"; fi
+    mkdir -p "$(dirname "$log")"
+    : >"$log"
+    rm -f "$environment/llmd-ready"
+    say "making a private Python environment in $environment; this is done once"
+    "$python" -m venv "$environment" </dev/null >>"$log" 2>&1 ||
+        die "no environment could be made in $environment; see $log."
+    torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+    install_torch "$environment/bin/python" "$torch_version" "$log" || die_of_pip "$log"
+    say "installing the other packages"
+    "$environment/bin/python" -m pip install -c "$root/constraints.txt" "$@" \
+        </dev/null >>"$log" 2>&1 || die_of_pip "$log"
+    environment_stamp "$kind" >"$environment/llmd-ready"
+    say "ready after $(($(date +%s) - began)) s"
+}
+
+die_of_pip() {
+    if grep -qi 'no space left' "$1"; then
+        die "the disk is full; make room (about $needed_mb MB) and try again."
+    elif grep -qiE 'connection|name resolution|timed out|unreachable|no matching distribution' "$1"; then
+        die "the package index can't be reached; check the network or the proxy (HTTPS_PROXY) and try again. Details: $1"
+    fi
+    die "a package could not be installed; the end of $1 says why."
 }
