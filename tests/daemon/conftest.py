@@ -1,0 +1,15 @@
+"""One live daemon for all tests of the routes that leave its models as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .live import LiveDaemon, live_daemon
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    with live_daemon(tmp_path_factory.mktemp("models")) as running:
+        yield running

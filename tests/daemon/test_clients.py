@@ -1,0 +1,115 @@
+"""The clients that people have, against a live daemon."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ollama
+import openai
+import pytest
+
+from .live import LiveDaemon
+
+CALL = {"id": "call_a1b2c3d4", "name": "add", "arguments": {"a": 1, "b": 2}}
+CALLS = "SCRIPT " + json.dumps([{"tool_calls": [CALL]}])
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+@pytest.fixture(scope="module")
+def native(daemon: LiveDaemon) -> ollama.Client:
+    return ollama.Client(host=daemon.url)
+
+
+@pytest.fixture(scope="module")
+def compatible(daemon: LiveDaemon) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="anything", max_retries=0)
+
+
+def say(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_ollama_lists_shows_and_pulls(native: ollama.Client) -> None:
+    assert "plain:latest" in [model.model for model in native.list().models]
+    assert native.show("plain").modelinfo["llama.context_length"] == 2048  # type: ignore[index]
+    statuses = [progress.status for progress in native.pull("new", stream=True)]
+    assert statuses[-1] == "success"
+    assert native.pull("new").status == "success"
+    with pytest.raises(ollama.ResponseError) as caught:
+        native.show("x")
+    assert (caught.value.status_code, caught.value.error) == (404, "model 'x' not found")
+
+
+def test_ollama_chats_streams_and_generates(native: ollama.Client) -> None:
+    answer = native.chat("plain", say("hi"))
+    assert answer.message.content == "Hello wörld 👋"
+    chunks = list(native.chat("plain", say("hi"), stream=True))
+    assert "".join(chunk.message.content or "" for chunk in chunks) == "Hello wörld 👋"
+    assert chunks[-1].done and chunks[-1].eval_duration
+    generated = native.generate("plain", "hi", keep_alive="10m", options={"temperature": 0})
+    assert generated.response == "Hello wörld 👋"
+    assert generated.context
+    assert "plain:latest" in [model.model for model in native.ps().models]
+
+
+def test_ollama_calls_functions(native: ollama.Client) -> None:
+    answer = native.chat("caller", say(CALLS), tools=[add])
+    assert answer.message.tool_calls
+    function = answer.message.tool_calls[0].function
+    assert (function.name, function.arguments) == ("add", {"a": 1, "b": 2})
+
+
+def test_ollama_sees_an_error_in_mid_stream(native: ollama.Client) -> None:
+    script = 'SCRIPT [{"text": "a"}, {"sleep_s": 0.05, "finished": {"reason": "error"}}]'
+    with pytest.raises(ollama.ResponseError):
+        list(native.chat("plain", say(script), stream=True))
+
+
+def test_openai_lists_chats_and_streams(compatible: openai.OpenAI) -> None:
+    assert "plain:latest" in [model.id for model in compatible.models.list()]
+    assert compatible.models.retrieve("plain").id == "plain"
+    answer = compatible.chat.completions.create(model="plain", messages=say("hi"))  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "Hello wörld 👋"
+    stream = compatible.chat.completions.create(
+        model="plain",
+        messages=say("hi"),  # type: ignore[arg-type]
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 4
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == "Hello wörld 👋"
+
+
+def test_openai_calls_functions(compatible: openai.OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+    answer = compatible.chat.completions.create(
+        model="caller",
+        messages=say(CALLS),  # type: ignore[arg-type]
+        tools=[tool],  # type: ignore[list-item]
+    )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    called = answer.choices[0].message.tool_calls
+    assert called and json.loads(called[0].function.arguments) == {"a": 1, "b": 2}  # type: ignore[union-attr]
+
+
+def test_openai_sees_errors_as_its_own_classes(compatible: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        compatible.chat.completions.create(model="x", messages=say("hi"))  # type: ignore[arg-type]
+    assert caught.value.type == "not_found_error"
+    with pytest.raises(openai.BadRequestError):
+        compatible.chat.completions.create(model="plain", messages=[])
