@@ -20,7 +20,7 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_HEADER_STARTS = ("<|start|>", "<|channel|>", "to=", "assistant")
+_HEADER_STARTS = ("<|start|>", "<|channel|>", "<|message|>", "to=")
 _MAX_HEADER = 400  # characters; a longer one is no header
 
 
@@ -36,7 +36,6 @@ class HarmonyParser:
         self._recipient = ""
         self._header = ""  # as it was written, for a call that is none
         self._call = ""  # the body of the call so far
-        self._has_content = False
 
     @property
     def is_thinking(self) -> bool:
@@ -47,7 +46,7 @@ class HarmonyParser:
         """What the text so far makes certain, and was not given before."""
         self._buffer += text
         pieces: list[Piece] = []
-        while self._buffer and (self._read_header() if self._in_header else self._read(pieces)):
+        while self._buffer and (self._read_header if self._in_header else self._read)(pieces):
             pass
         return _merged(pieces)
 
@@ -62,23 +61,26 @@ class HarmonyParser:
         self._close(pieces)
         return _merged(pieces)
 
-    def _read_header(self) -> bool:
-        at = self._buffer.find(_MESSAGE)
-        if at >= 0:
-            self._header = self._buffer[: at + len(_MESSAGE)]
-            self._buffer = self._buffer[at + len(_MESSAGE) :]
-            self._channel = _channel_of(self._header)
-            recipient = _RECIPIENT.search(self._header)
-            self._recipient = recipient[1] if recipient else ""
-            self._in_header = False
-            return True
+    def _read_header(self, pieces: list[Piece]) -> bool:
         text = self._buffer.lstrip()
-        if not text or any(start.startswith(text) for start in _HEADER_STARTS):
+        start = next((start for start in _HEADER_STARTS if text.startswith(start)), None)
+        if start is None and any(start.startswith(text) for start in _HEADER_STARTS):
             return False
-        if text.startswith(_HEADER_STARTS) and len(text) <= _MAX_HEADER:
+        at = text.find(_MESSAGE, 0, _MAX_HEADER) if start else -1
+        if start and at < 0 and len(text) < _MAX_HEADER:
             return False
-        self._in_header = False  # not the format: content as it stands
-        self._channel, self._recipient, self._header = "final", "", ""
+        self._in_header = False
+        self._recipient = ""
+        if at < 0:  # not the format: content as it stands, be it a mark or not
+            self._channel = "final"
+            mark = self._buffer[: len(self._buffer) - len(text)] + (start or "")
+            pieces.append(Content(mark))
+            self._buffer = self._buffer[len(mark) :]
+            return True
+        self._header, self._buffer = text[: at + len(_MESSAGE)], text[at + len(_MESSAGE) :]
+        self._channel = _channel_of(self._header)
+        recipient = _RECIPIENT.search(self._header)
+        self._recipient = recipient[1] if recipient else ""
         return True
 
     def _read(self, pieces: list[Piece]) -> bool:

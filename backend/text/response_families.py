@@ -27,6 +27,7 @@ class CallForm:
     parse: Callable[[str, Tools], Calls]
     is_literal: bool = False
     can_end_early: bool = True
+    trailer: str = ""  # a mark that may follow the closed call and says nothing
     start: Callable[[str], int | None] | None = None  # of the bracketed part; None: no words before
 
 
@@ -161,7 +162,14 @@ FAMILIES = (
         ("<function=",),
         (
             _HERMES,
-            CallForm("<function=", "</function>", syntax.function_body_calls, True, False),
+            CallForm(
+                "<function=",
+                "</function>",
+                syntax.function_body_calls,
+                is_literal=True,
+                can_end_early=False,
+                trailer="</tool_call>",
+            ),
         ),
     ),
     # JSON, <function=...> and <arg_key> between the same tags: Qwen, Hermes, GLM.

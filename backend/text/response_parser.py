@@ -96,6 +96,7 @@ class TaggedParser:
         self._skips_space = thinking_open  # blanks that come next belong to markup
         self._late_close = ""  # closing mark of a call that was sent already; skipped if it comes
         self._form: CallForm | None = None  # of the call in the buffer
+        self._blanks = ""  # that stood before the call: part of the text if it is none
         self._brackets: Brackets | None = None
         self._num_scanned = 0  # characters of the buffer known not to end the call
 
@@ -128,7 +129,7 @@ class TaggedParser:
         elif self._mode is _Mode.CALL:
             assert self._form is not None
             calls = self._form.parse(text, self._tools) if _is_complete(self._form, text) else None
-            pieces.extend(calls or [Content(self._form.open + text)])
+            pieces.extend(calls or [Content(self._blanks + self._form.open + text)])
         elif not (text and self._late_close.startswith(text)):
             pieces.append(Content(text.lstrip() if self._skips_space else text))
         return merged(pieces)
@@ -151,9 +152,10 @@ class TaggedParser:
         is_call = mark in self._forms
         before = self._buffer[:at].rstrip() if is_call else self._buffer[:at]
         self._give_content(pieces, len(before))
-        self._buffer = self._buffer[at - len(before) + len(mark) :]
+        blanks = self._buffer[: at - len(before)]
+        self._buffer = self._buffer[len(blanks) + len(mark) :]
         if is_call:
-            self._begin_call(self._forms[mark])
+            self._begin_call(self._forms[mark], blanks)
         else:
             self._skips_space = True
         return True
@@ -175,7 +177,7 @@ class TaggedParser:
                     return None
         if self._may_be_bare and self._bare is not None and text[0] in "{[":
             if may_be_bare_call(text, self._tools):
-                self._begin_call(self._bare)
+                self._begin_call(self._bare, "")
                 return True
             self._may_be_bare = False
         return False
@@ -269,8 +271,9 @@ class TaggedParser:
         self._end_call(pieces, calls, at + len(form.close))
         return True
 
-    def _begin_call(self, form: CallForm) -> None:
+    def _begin_call(self, form: CallForm, blanks: str) -> None:
         self._form = form
+        self._blanks = blanks
         self._brackets = None
         self._num_scanned = 0
         self._mode = _Mode.CALL
@@ -278,7 +281,9 @@ class TaggedParser:
 
     def _end_call(self, pieces: list[Piece], calls: list[ToolCall] | None, size: int) -> None:
         assert self._form is not None
-        raw, self._buffer = self._form.open + self._buffer[:size], self._buffer[size:]
+        raw = self._blanks + self._form.open + self._buffer[:size]
+        self._buffer = self._buffer[size:]
+        self._late_close = self._form.trailer
         self._form = self._brackets = None
         self._mode = _Mode.CONTENT
         if calls is None:
