@@ -149,8 +149,6 @@ fetch_add = _define(
 load_atomic = _define(_int, "i", lambda e, a: e.b.load_atomic(e.at(a[0], 0, _I64), "seq_cst", 8))
 
 
-
-
 @intrinsic
 def _int_pointer(context: Any, address: Any) -> Any:
     def body(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -160,7 +158,7 @@ def _int_pointer(context: Any, address: Any) -> Any:
 
 
 @njit(inline="always")
-def int_array(address, length):  # type: ignore[no-untyped-def]
+def int_array(address, length):
     """The int64 values that lie there, as an array."""
     return carray(_int_pointer(address), length)
 
@@ -412,9 +410,7 @@ def tile_4bit(num_rows: int) -> Any:
                     inputs = e.b.bitcast(e.splat(four_inputs, 8), bytes32)
                     pairs = e.call("llvm.x86.avx2.pmadd.ub.sw", words16, weights, inputs)
                     # 8 · 2 · 15 · 127 < 2^15: eight of them fit before they must be widened
-                    sums[index] = (
-                        pairs if sums[index] is None else e.b.add(sums[index], pairs)
-                    )
+                    sums[index] = pairs if sums[index] is None else e.b.add(sums[index], pairs)
         scale = e.b.fpext(e.load(block, half8, 128, align=16), float8)
         offset = e.b.fpext(e.load(block, half8, 144, align=16), float8)
         ones = ir.Constant(words16, [1] * 16)
@@ -453,9 +449,7 @@ def tile_8bit(num_rows: int) -> Any:
                 two_inputs = e.load(row, _I32, 4 * pair)
                 inputs = e.b.bitcast(e.splat(two_inputs, 8), words16)
                 products = e.call("llvm.x86.avx2.pmadd.wd", ints8, weights, inputs)
-                sums[index] = (
-                    products if sums[index] is None else e.b.add(sums[index], products)
-                )
+                sums[index] = products if sums[index] is None else e.b.add(sums[index], products)
         scale = e.b.fpext(e.load(block, half8, 256, align=16), float8)
         values = []
         for index, row in enumerate(s_rows):

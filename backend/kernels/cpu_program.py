@@ -67,7 +67,7 @@ _f = np.float32
 
 
 @njit(inline="always")
-def _quantize_row(x, width, bits, out, scales):  # type: ignore[no-untyped-def]
+def _quantize_row(x, width, bits, out, scales):
     """float32 [width] at x to int8 or int16 at out, and (scale, scaled sum) per 32 at scales."""
     for block in range(width // 32):
         source = x + block * 128
@@ -84,7 +84,7 @@ def _quantize_row(x, width, bits, out, scales):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _norm(row, op, head):  # type: ignore[no-untyped-def]
+def _norm(row, op, head):
     # op: hidden, delta or 0, weight, width, bits, out, scales, only logit rows, scratch row floats
     hidden, delta, weight, width = op[1], op[2], op[3], op[4]
     source = row
@@ -102,9 +102,7 @@ def _norm(row, op, head):  # type: ignore[no-untyped-def]
     normed = op[9] + row * width * 4
     for block in range(width // 32):
         vec.scaled(x + block * 128, weight + block * 128, normed + block * 128, factor)
-    _quantize_row(
-        normed, width, op[5], op[6] + row * width * 2, op[7] + row * (width // 32) * 8
-    )
+    _quantize_row(normed, width, op[5], op[6] + row * width * 2, op[7] + row * (width // 32) * 8)
 
 
 _tile4_1, _tile4_2, _tile4_4 = vec.tile_4bit(1), vec.tile_4bit(2), vec.tile_4bit(4)
@@ -115,7 +113,7 @@ ROW_PANEL = 32  # rows that pass over an item's weights while both are in the ne
 
 
 @njit
-def _matmul(item, op, num_rows):  # type: ignore[no-untyped-def]
+def _matmul(item, op, num_rows):
     # op: x, scales, weights, inputs, outputs, out, bytes of an out row, bits, bias or 0
     x, scales, weights, inputs, outputs = op[1], op[2], op[3], op[4], op[5]
     out, ldc, bits, bias = op[6], op[7], op[8], op[9]
@@ -158,7 +156,7 @@ def _matmul(item, op, num_rows):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _head_norm(x, weight, dim, eps):  # type: ignore[no-untyped-def]
+def _head_norm(x, weight, dim, eps):
     total = _f(0.0)
     for block in range(dim // 32):
         total += vec.squares(x + block * 128)
@@ -168,7 +166,7 @@ def _head_norm(x, weight, dim, eps):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _rope(row, op, head):  # type: ignore[no-untyped-def]
+def _rope(row, op, head):
     # op: qkv, keys of block 0, values of block 0, q norm weight or 0, k norm weight or 0
     dim, heads, kv_heads = head[HEAD_DIM], head[NUM_HEADS], head[NUM_KV_HEADS]
     width = (heads + 2 * kv_heads) * dim
@@ -206,7 +204,7 @@ _scores3, _scores2, _scores1 = (vec.float_tile(rows, 4) for rows in (3, 2, 1))
 
 
 @njit(inline="always")
-def _tiles(a, lda, b, ldb, c, ldc, depth, rows):  # type: ignore[no-untyped-def]
+def _tiles(a, lda, b, ldb, c, ldc, depth, rows):
     """C [rows, 32] += A [rows, depth] · B [depth, 32]."""
     row = 0
     while row < rows:
@@ -229,7 +227,7 @@ def scratch_bytes(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 @njit
-def _attend(item, op, head, scratch):  # type: ignore[no-untyped-def]
+def _attend(item, op, head, scratch):
     # op: qkv, keys of block 0, values of block 0, out
     dim, heads, kv_heads = head[HEAD_DIM], head[NUM_HEADS], head[NUM_KV_HEADS]
     group = heads // kv_heads
@@ -250,7 +248,9 @@ def _attend(item, op, head, scratch):  # type: ignore[no-untyped-def]
     values = keys + 32 * ld
     scale = vec.bits_to_float(head[SCALE])
     for row in range(rows):
-        source = op[1] + ((first_row + row // group) * width + (kv_head * group + row % group) * dim) * 4
+        source = (
+            op[1] + ((first_row + row // group) * width + (kv_head * group + row % group) * dim) * 4
+        )
         for lane in range(0, ld, 128):
             vec.times(source + lane, queries + row * ld + lane, scale)
             vec.zero(sums + row * ld + lane)
@@ -258,12 +258,13 @@ def _attend(item, op, head, scratch):  # type: ignore[no-untyped-def]
         vec.store_float(totals + row * 4, _f(0.0))
     window = head[WINDOW]
     end = first + count  # tokens in the cache when the last query looks
-    block = 0
+    first_block = 0
     if window:
-        block = max(0, first - window + 1) // BLOCK_SIZE
-    for block in range(block, (end + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        first_block = max(0, first - window + 1) // BLOCK_SIZE
+    for block in range(first_block, (end + BLOCK_SIZE - 1) // BLOCK_SIZE):
         begin = block * BLOCK_SIZE
-        base = vec.load_int(table + block * 8) * head[BLOCK_STRIDE] + kv_head * dim * BLOCK_SIZE * 2
+        base = vec.load_int(table + block * 8) * head[BLOCK_STRIDE]
+        base += kv_head * dim * BLOCK_SIZE * 2
         for lane in range(dim):
             vec.widen(op[2] + base + lane * BLOCK_SIZE * 2, keys + lane * 128)
         held = min(BLOCK_SIZE, end - begin)
@@ -316,20 +317,20 @@ def _attend(item, op, head, scratch):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _silu(row, op):  # type: ignore[no-untyped-def]
+def _silu(row, op):
     # op: gate and up, width, bits, out, scales, products
     width = op[2]
     gate = op[1] + row * width * 8
     products = op[6] + row * width * 4
     for block in range(width // 32):
-        vec.silu_product(gate + block * 128, gate + (width + block * 32) * 4, products + block * 128)
-    _quantize_row(
-        products, width, op[3], op[4] + row * width * 2, op[5] + row * (width // 32) * 8
-    )
+        vec.silu_product(
+            gate + block * 128, gate + (width + block * 32) * 4, products + block * 128
+        )
+    _quantize_row(products, width, op[3], op[4] + row * width * 2, op[5] + row * (width // 32) * 8)
 
 
 @njit
-def _num_items(op, head):  # type: ignore[no-untyped-def]
+def _num_items(op, head):
     kind = op[0]
     if kind == MATMUL:
         return (op[5] // 8 + STRIPS_PER_ITEM - 1) // STRIPS_PER_ITEM
@@ -341,7 +342,7 @@ def _num_items(op, head):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _run_item(item, op, head, scratch):  # type: ignore[no-untyped-def]
+def _run_item(item, op, head, scratch):
     kind = op[0]
     if kind == NORM:
         _norm(item, op, head)
@@ -369,7 +370,7 @@ SPINS_BEFORE_YIELD = 4000
 
 
 @njit
-def _run(header):  # type: ignore[no-untyped-def]
+def _run(header):
     head = vec.int_array(header, HEADER_FIELDS)
     threads = head[NUM_THREADS]
     me = vec.fetch_add(head[THREADS_SEEN], 1)
@@ -394,6 +395,6 @@ def _run(header):  # type: ignore[no-untyped-def]
 
 
 @cfunc("void(int64)", cache=True)
-def run(header):  # type: ignore[no-untyped-def]
+def run(header):
     """Walk the step that the header at this address describes. Called once per thread."""
     _run(header)

@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dot import dot
+
 LOG2E = tl.constexpr(1.4426950408889634)
 SEGMENT = 512  # keys; the partial results then cost 3 % of the keys' and values' own traffic
 MERGE_TILE = 8  # segments that the merge adds up at once
@@ -98,7 +100,7 @@ def attend(
         loadable = real[:, None] & (dims[None, :] < HEAD_DIM)
 
         k = tl.load(key_cache_ptr + in_cache, mask=loadable, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * key_scale)
+        scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, TILE], tl.float32)) * (scale * key_scale)
         if HAS_SOFTCAP:
             # tanh by way of exp stays finite: exp overflows to inf, and 2 / inf is 0.
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
@@ -115,7 +117,7 @@ def attend(
         row_max = new_max
         v = tl.load(value_cache_ptr + in_cache, mask=loadable, other=0.0).to(q.dtype)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        acc = dot(weights.to(q.dtype), v, acc)
     return acc, row_max, row_sum
 
 
@@ -201,7 +203,7 @@ def paged_attention_kernel(
     first_row = (tile_id - (first // BLOCK_Q + seq)) * BLOCK_Q
     if first_row >= num_rows or seq_len == 0:
         return
-    if IS_SPLIT != (num_rows <= max_split_rows):
+    if (num_rows <= max_split_rows) != IS_SPLIT:
         return
 
     lanes = tl.arange(0, BLOCK_M)

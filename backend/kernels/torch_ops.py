@@ -1,5 +1,6 @@
 """The twins under the names that `select.Kernels` lists: the form without Triton."""
 
+from .packed import expert_matmul, quantized_matmul
 from .reference import (
     apply_token_mask,
     gelu_mul,
@@ -14,8 +15,10 @@ from .sampling_reference import sample
 
 __all__ = [
     "apply_token_mask",
+    "expert_matmul",
     "gelu_mul",
     "paged_attention",
+    "quantized_matmul",
     "rms_norm",
     "rotary",
     "rotary_store",
