@@ -82,11 +82,11 @@ def role_of(name: str) -> str | None:
 
 def inspect_model(files: Mapping[str, tuple[str, Path]]) -> Details:
     """Read the headers of a model's files: name -> (role, where it lies)."""
-    weights = [path for _, (role, path) in sorted(files.items()) if role == "weights"]
+    weights = [(name, path) for name, (role, path) in sorted(files.items()) if role == "weights"]
     if not weights:
         raise Unsupported("the model has no weights in GGUF or safetensors form")
     try:
-        if gguf.is_gguf(weights[0]):
+        if weights[0][0].lower().endswith(".gguf") or gguf.is_gguf(weights[0][1]):
             return _inspect_gguf(weights, {role for role, _ in files.values()})
         return _inspect_safetensors(files, weights)
     except FormatError as error:
@@ -95,11 +95,11 @@ def inspect_model(files: Mapping[str, tuple[str, Path]]) -> Details:
         raise BadModelFile(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
-def _inspect_gguf(weights: Sequence[Path], roles: set[str]) -> Details:
-    headers = [gguf.read_header(path) for path in weights]
+def _inspect_gguf(weights: Sequence[tuple[str, Path]], roles: set[str]) -> Details:
+    headers = [gguf.read_header(path, name) for name, path in weights]
     first = headers[0]
     if not first.architecture:
-        raise BadModelFile(f"{weights[0].name} does not say its architecture")
+        raise BadModelFile(f"{weights[0][0]} does not say its architecture")
     arch, metadata = first.architecture, first.metadata
     is_embedding = arch in EMBEDDING_FAMILIES or f"{arch}.pooling_type" in metadata
     template = metadata.get("tokenizer.chat_template")
@@ -133,11 +133,13 @@ def _gguf_quantization(header: gguf.GGUFHeader) -> str:
     return max(counts, key=lambda name: counts[name], default="unknown")
 
 
-def _inspect_safetensors(files: Mapping[str, tuple[str, Path]], weights: Sequence[Path]) -> Details:
+def _inspect_safetensors(
+    files: Mapping[str, tuple[str, Path]], weights: Sequence[tuple[str, Path]]
+) -> Details:
     if "config.json" not in files:
         raise Unsupported("a safetensors model needs its config.json beside the weights")
-    config = read_json_object(files["config.json"][1])
-    headers = [safetensors.read_header(path) for path in weights]
+    config = read_json_object(files["config.json"][1], "config.json")
+    headers = [safetensors.read_header(path, name) for name, path in weights]
     _check_shards(files)
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, dict) else config
@@ -164,7 +166,7 @@ def _check_shards(files: Mapping[str, tuple[str, Path]]) -> None:
     for name, (role, path) in files.items():
         if role != "shard_index":
             continue
-        weight_map = read_json_object(path).get("weight_map")
+        weight_map = read_json_object(path, name).get("weight_map")
         if not isinstance(weight_map, dict):
             raise BadModelFile(f"{name} has no weight_map")
         missing = sorted({str(shard) for shard in weight_map.values()} - set(files))
@@ -194,7 +196,7 @@ def _template_of(files: Mapping[str, tuple[str, Path]]) -> str:
         return files["chat_template.jinja"][1].read_text(encoding="utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):
         if name in files:
-            template = read_json_object(files[name][1]).get("chat_template")
+            template = read_json_object(files[name][1], name).get("chat_template")
             if template:
                 return template if isinstance(template, str) else json.dumps(template)
     return ""
@@ -211,18 +213,18 @@ def _capabilities(template: str, is_embedding: bool) -> list[str]:
     return found
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises BadModelFile if the file is too large, or no JSON object."""
+def read_json_object(path: Path, name: str) -> dict[str, Any]:
+    """Raises BadModelFile, with this name, if the file is too large, or no JSON object."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise BadModelFile(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
+            raise BadModelFile(f"{name} is larger than {MAX_JSON_BYTES} bytes")
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
+        raise BadModelFile(f"{name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise BadModelFile(f"{path.name} is no JSON") from None
+        raise BadModelFile(f"{name} is no JSON") from None
     if not isinstance(content, dict):
-        raise BadModelFile(f"{path.name} is no JSON object")
+        raise BadModelFile(f"{name} is no JSON object")
     return content
 
 

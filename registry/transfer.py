@@ -296,6 +296,7 @@ class Transfer:
             with self._lock:
                 partial.filled[index] = position - partial.part_start(index)
                 self._note_growth()
+        reply.body.close()  # frees the connection for the next range
 
     def _read_all(self, reply: Reply) -> None:
         partial = self._partial

@@ -172,8 +172,12 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_header(path: Path) -> GGUFHeader:
-    """Raises FormatError, whose text names the file, and OSError if it cannot be read."""
+def read_header(path: Path, name: str | None = None) -> GGUFHeader:
+    """Raises FormatError, whose text names the file, and OSError if it cannot be read.
+
+    `name` is what the file is called in such a text, where its path says little.
+    """
+    name = name or path.name
     file_size = path.stat().st_size
     limit = FIRST_READ_BYTES
     with path.open("rb") as file:
@@ -185,15 +189,13 @@ def read_header(path: Path) -> GGUFHeader:
             except _OutOfData:
                 if len(data) < min(limit, file_size) or len(data) == file_size:
                     raise FormatError(
-                        f"{path.name} is truncated: its header does not end within the file's "
+                        f"{name} is truncated: its header does not end within the file's "
                         f"{file_size} bytes"
                     ) from None
             except FormatError as error:
-                raise FormatError(f"{path.name} is not a usable GGUF file: {error}") from None
+                raise FormatError(f"{name} is not a usable GGUF file: {error}") from None
             if limit >= MAX_HEADER_BYTES:
-                raise FormatError(
-                    f"{path.name}: the header is larger than {MAX_HEADER_BYTES} bytes"
-                )
+                raise FormatError(f"{name}: the header is larger than {MAX_HEADER_BYTES} bytes")
             limit *= 4
 
 

@@ -83,12 +83,17 @@ class SafetensorsHeader:
         return sum(tensor.num_elements for tensor in self.tensors.values())
 
 
-def read_header(path: Path) -> SafetensorsHeader:
-    """Raises FormatError, whose text names the file, and OSError if it cannot be read."""
+def read_header(path: Path, name: str | None = None) -> SafetensorsHeader:
+    """Raises FormatError, whose text names the file, and OSError if it cannot be read.
+
+    `name` is what the file is called in such a text, where its path says little.
+    """
     try:
         return _read(path)
     except FormatError as error:
-        raise FormatError(f"{path.name} is not a usable safetensors file: {error}") from None
+        raise FormatError(
+            f"{name or path.name} is not a usable safetensors file: {error}"
+        ) from None
 
 
 def _read(path: Path) -> SafetensorsHeader:
