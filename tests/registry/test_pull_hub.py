@@ -304,11 +304,12 @@ def test_a_journal_of_another_content_is_not_continued(store: ModelStore, hub: H
     stem = store.partial_path(hub.sha256(WEIGHTS))
     size = len(hub.files[WEIGHTS])
     stem.with_name(stem.name + ".data").write_bytes(b"\1" * size)
-    for journal in (
+    journals: tuple[object, ...] = (
         {"size": size, "part_bytes": PART, "validator": "x", "filled": [PART] * 9},
         {"size": size, "part_bytes": PART, "validator": hub.sha256(WEIGHTS), "filled": [-1]},
         [],
-    ):
+    )
+    for journal in journals:
         stem.with_name(stem.name + ".json").write_text(json.dumps(journal))
         content, _ = run_pull(store, hub)
         assert content == hub.files[WEIGHTS]
