@@ -84,6 +84,7 @@ class Detokenizer:
         # All the mutable state. Positions count characters since the start of the output.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [_StopString(text) for text in dict.fromkeys(stop_strings) if text]
+        self._stop_starts = {stop.text[0] for stop in self._stops}
         self._strips_next = tokenizer.strips_leading_space and not prompt_ids
         self._held = ""  # decoded, not released
         self._num_decoded = 0
@@ -123,7 +124,7 @@ class Detokenizer:
         return Released(text, num_ids)
 
     def _release(self, new: str) -> Released:
-        if not self._stops:
+        if not self._held and self._stop_starts.isdisjoint(new):  # most tokens, by far
             return self._released(new, None)
         found = self._first_stop(new)
         text = self._held + new

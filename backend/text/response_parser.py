@@ -88,6 +88,7 @@ class TaggedParser:
         self._bare = next((form for form in forms if not form.open), None)
         self._dropped = family.dropped if self._tools else ()
         self._marks = (*self._forms, *self._dropped)
+        self._mark_starts = {mark[0] for mark in self._marks}
         # All the mutable state.
         self._mode = _Mode.THINKING if thinking_open else _Mode.CONTENT
         self._buffer = ""  # text not decided on yet
@@ -109,14 +110,11 @@ class TaggedParser:
 
     def push(self, text: str) -> list[Piece]:
         """What the text so far makes certain, and was not given before."""
+        if self._is_plain(text):
+            return [Content(text)]
         self._buffer += text
         pieces: list[Piece] = []
-        steps = {
-            _Mode.CONTENT: self._read_content,
-            _Mode.THINKING: self._read_thinking,
-            _Mode.CALL: self._read_call,
-        }
-        while self._buffer and steps[self._mode](pieces):
+        while self._buffer and self._read(pieces):
             pass
         return merged(pieces)
 
@@ -134,7 +132,23 @@ class TaggedParser:
             pieces.append(Content(text.lstrip() if self._skips_space else text))
         return merged(pieces)
 
+    def _is_plain(self, text: str) -> bool:
+        """Content without a question, as most of an answer is: the short way through `push`."""
+        return (
+            self._mode is _Mode.CONTENT
+            and not (self._is_fresh or self._skips_space or self._buffer or not text)
+            and self._mark_starts.isdisjoint(text)
+            and not (self._marks and text[-1].isspace())
+        )
+
     # Each reads from the front of the buffer and says whether the next step has something to do.
+
+    def _read(self, pieces: list[Piece]) -> bool:
+        if self._mode is _Mode.CONTENT:
+            return self._read_content(pieces)
+        if self._mode is _Mode.THINKING:
+            return self._read_thinking(pieces)
+        return self._read_call(pieces)
 
     def _read_content(self, pieces: list[Piece]) -> bool:
         if self._skips_space and not self._skip_space():
