@@ -186,7 +186,7 @@ class PromptBuilder:
         if not request.parse or request.messages is None or template is None:
             return None
         return choose_parser(
-            template.source, self.architecture, rendered=rendered, tools=request.tools
+            template.all_sources, self.architecture, rendered=rendered, tools=request.tools
         )
 
 

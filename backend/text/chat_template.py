@@ -124,6 +124,11 @@ class ChatTemplate:
         text = self._first_accepted(marked, variables)
         return text.partition(_CONTINUE_MARK)[0] if continue_final_message else text
 
+    @property
+    def all_sources(self) -> str:
+        """Both templates: what the response parser is chosen by."""
+        return self.source + (self.tools_source or "")
+
     @cached_property
     def supports_tools(self) -> bool:
         """It shows tools to the model, and can tell a call and its result."""

@@ -29,7 +29,7 @@ from .tokenizer import Tokenizer
 
 # A line break and an indentation, or a space: what pretty printers write, and not for ever.
 _WHITESPACE = r"\n?[ ]{0,24}"
-_JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE}
+JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE}
 _MAX_KNOWN = 64  # compiled formats kept; agents send the same schema again and again
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys?: (\[.*\])")
 
@@ -154,9 +154,8 @@ def _grammar_text(form: Format) -> str:
 
 def _json_grammar(schema: Mapping[str, Any]) -> str:
     try:
-        plain = json.loads(json.dumps(schema))
-        closed = plain if "allOf" in _keywords(plain) else _closed(plain)
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(closed), defaults=_JSON_OPTIONS))
+        text = json.dumps(closed(json.loads(json.dumps(schema))))
+        return str(LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS))
     except (ValueError, TypeError, RecursionError) as error:
         raise GrammarError(f"invalid JSON schema: {error}") from error
 
@@ -165,13 +164,17 @@ _COMBINING = ("additionalProperties", "unevaluatedProperties", "patternPropertie
 _ALTERNATIVES = ("anyOf", "oneOf", "$ref")
 
 
-def _closed(schema: Any) -> Any:
-    """Objects that list their properties have no others, unless the schema says so.
+def closed(schema: Any) -> Any:
+    """The schema, in which objects that list their properties have no others, unless it says so.
 
     A schema that does not say allows any; but who lists properties wants those, and a model that
     may invent keys does. Not where several schemas hold for one object: each would exclude the
     other's properties.
     """
+    return schema if "allOf" in _keywords(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
