@@ -17,12 +17,12 @@ class Rotary:
     def __init__(self, inverse_frequencies: Sequence[float], context_length: int) -> None:
         frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
-        self._cos = angles.cos()  # [context_length, head_dim / 2]
-        self._sin = angles.sin()
+        self.cos = angles.cos()  # [context_length, head_dim / 2]
+        self.sin = angles.sin()
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for these positions, each [num_tokens, 1, head_dim / 2]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

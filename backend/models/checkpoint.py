@@ -25,9 +25,9 @@ from ...registry.formats import gguf, safetensors
 from ...registry.formats.errors import FormatError
 from ..protocol import ModelFile
 from .config import BadModel, ModelConfig, UnsupportedModel, config_from_gguf, config_from_hf
-from .dequantize import SUPPORTED_TYPES, dequantize
+from .dequantize import SUPPORTED_TYPES, QuantBlocks, dequantize, quant_blocks
 
-__all__ = ["BadModel", "Checkpoint", "UnsupportedModel", "open_checkpoint"]
+__all__ = ["BadModel", "Checkpoint", "QuantBlocks", "UnsupportedModel", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
@@ -44,6 +44,10 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """A fresh tensor of this dtype. Raises BadModel if the name is missing."""
+        ...
+
+    def blocks(self, name: str) -> QuantBlocks | None:
+        """The matrix as the integers that are stored, if they are of a kind to compute with."""
         ...
 
     def rope_factors(self) -> list[float] | None:
@@ -102,6 +106,16 @@ class _GGUFCheckpoint:
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = _gguf_name(name)
         return self._unpermuted(name, self._stored(stored, dtype))
+
+    def blocks(self, name: str) -> QuantBlocks | None:
+        stored = _gguf_name(name)
+        if stored not in self._tensors:
+            raise BadModel(f"the GGUF has no tensor {stored}")
+        path, info = self._tensors[stored]
+        found = quant_blocks(
+            _bytes_of(path, info.offset, info.size_bytes), info.type, info.shape[0]
+        )
+        return found and found.rows(lambda rows: self._unpermuted(name, rows))
 
     def rope_factors(self) -> list[float] | None:
         # llama.cpp's way to carry Llama 3's frequency scaling
@@ -207,6 +221,9 @@ class _SafetensorsCheckpoint:
                 )
         _, largest = max(self._tensors.values(), key=lambda entry: entry[1].size_bytes)
         self.quantization = largest.dtype
+
+    def blocks(self, name: str) -> QuantBlocks | None:
+        return None
 
     def has(self, name: str) -> bool:
         return name in self._tensors

@@ -121,7 +121,7 @@ class Decoder:
         head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
         self._head = Linear(checkpoint.tensor(head, dtype))
         _expect(self._head, config.vocab_size, config.hidden_size, "the head")
-        self._rotary = Rotary(_frequencies(checkpoint), config.context_length)
+        self._rotary = Rotary(frequencies_of(checkpoint), config.context_length)
         embedding_bytes = self._embedding.numel() * self._embedding.element_size()
         self.weights_bytes = (
             sum(layer.size_bytes for layer in self._layers)
@@ -182,7 +182,8 @@ def _expect(linear: Linear, out_features: int, in_features: int, what: str) -> N
         raise BadModel(f"{what} has shape {found}, {(out_features, in_features)} expected")
 
 
-def _frequencies(checkpoint: Checkpoint) -> list[float]:
+def frequencies_of(checkpoint: Checkpoint) -> list[float]:
+    """The model's rotary frequencies, a checkpoint's own factors applied."""
     frequencies = checkpoint.config.inverse_frequencies()
     factors = checkpoint.rope_factors()
     if factors is None:

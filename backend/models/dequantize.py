@@ -7,6 +7,7 @@ float32 [num_blocks, elements of a block]. Layouts: ggml's block structs (ggml-c
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -116,3 +117,36 @@ def dequantize(raw: Tensor, type: str, block_bytes: int, dtype: torch.dtype) -> 
             f"tensor type {type} is not supported; supported are {', '.join(SUPPORTED_TYPES)}"
         )
     return _DEQUANTIZERS[type](raw.view(-1, block_bytes)).to(dtype).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantBlocks:
+    """A matrix [N, K] in groups of 32 inputs, as integers: w = scale · q + offset.
+
+    bits 4: quants uint8 of 0..15; bits 8: int8 of -128..127 and no offset. scale, offset float16.
+    """
+
+    bits: int
+    quants: Tensor  # [N, K / 32, 32]
+    scale: Tensor  # [N, K / 32]
+    offset: Tensor | None = None
+
+    def rows(self, order: Callable[[Tensor], Tensor]) -> QuantBlocks:
+        """With another order of the outputs."""
+        offset = None if self.offset is None else order(self.offset)
+        return QuantBlocks(self.bits, order(self.quants), order(self.scale), offset)
+
+
+def quant_blocks(raw: Tensor, type: str, num_outputs: int) -> QuantBlocks | None:
+    """The stored integers as they are, for types that are such groups; None for all others."""
+    if type not in ("Q4_0", "Q4_1", "Q8_0"):
+        return None
+    b = raw.view(num_outputs, -1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[type])
+    scale = b[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    if type == "Q8_0":
+        return QuantBlocks(8, b[..., 2:].contiguous().view(torch.int8), scale)
+    if type == "Q4_0":
+        return QuantBlocks(4, _nibbles(b[..., 2:]), scale, scale * -8)
+    return QuantBlocks(
+        4, _nibbles(b[..., 4:]), scale, b[..., 2:4].contiguous().view(torch.float16).squeeze(-1)
+    )

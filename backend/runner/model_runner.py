@@ -22,9 +22,10 @@ import torch
 from ..engine.batch import Batch, Chunk, Logprobs, RowStart, StepResult
 from ..kernels.cpu_attention import Span
 from ..layers.linear import prefers_float32
+from ..models.build import build_decoder
 from ..models.checkpoint import Checkpoint
 from ..models.config import UnsupportedModel
-from ..models.decoder import Decoder, StepInputs, kv_bytes_per_token
+from ..models.decoder import StepInputs, kv_bytes_per_token
 from ..protocol import Load
 from .kv_cache import KVCache
 from .sampler import UnusableLogits, draw, logprobs_of
@@ -66,12 +67,14 @@ class ModelRunner:
     def __init__(
         self, checkpoint: Checkpoint, load: Load, progress: Callable[[float, str], None]
     ) -> None:
-        self._dtype = choose_dtype(load.dtype)
-        torch.set_num_threads(load.num_threads or usable_cores())
+        num_threads = load.num_threads or usable_cores()
+        torch.set_num_threads(num_threads)
         config = checkpoint.config
-        self._decoder = Decoder(
-            checkpoint, self._dtype, lambda share: progress(share, "reading weights")
+        dtype = choose_dtype(load.dtype)
+        self._decoder, kernels = build_decoder(
+            checkpoint, None if load.dtype == "auto" else dtype, num_threads, progress, dtype
         )
+        self._dtype = self._decoder.dtype
         self.weights_bytes = self._decoder.weights_bytes
         trained = config.context_length
         self.context_length = min(load.context_length or trained, trained)
@@ -84,7 +87,7 @@ class ModelRunner:
             "quantization": checkpoint.quantization,
             "linear_layout": self._decoder.linear_layout,
             "threads": torch.get_num_threads(),
-            "kernels": "torch",
+            "kernels": kernels,
         }
 
     def __repr__(self) -> str:
