@@ -148,7 +148,8 @@ def test_the_cloud_is_off(daemon: LiveDaemon) -> None:
 
 
 def test_the_figures_are_there_for_prometheus(daemon: LiveDaemon) -> None:
-    daemon.post("/api/generate", {"model": "plain", "prompt": "hi", "stream": False})
+    slowly = 'SCRIPT [{"text": "a"}, {"sleep_s": 0.03, "text": "b"}]'
+    daemon.post("/api/generate", {"model": "plain", "prompt": slowly, "stream": False})
     page = daemon.client.get("/metrics").text
     figures = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     model = '{model="plain:latest"}'
