@@ -8,9 +8,9 @@
     high     bits 4 (and 5) of 5- and 6-bit weights, for the same 64 columns 8 (or 16) bytes
     (8 bits: `low` is q itself, int8, a byte per column)
 
-GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and MXFP4, and AWQ, GPTQ and compressed-tensors
-all fit, without a second rounding of q. K-quants keep a scale of a scale; their product is rounded
-to fp16 here, 2^-11 of it at most, which is less than a weight in bfloat16 loses.
+GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and MXFP4 fit, and AWQ's, GPTQ's and
+compressed-tensors' weights, without a second rounding of q. K-quants keep a scale of a scale; their
+product is rounded to fp16 here, 2^-11 of it at most, less than a weight in bfloat16 loses.
 
 Sources: the block layouts as ggml's and as the checkpoints' config keys describe them; OCP
 Microscaling Formats 1.0 for MXFP4.
@@ -18,6 +18,7 @@ Microscaling Formats 1.0 for MXFP4.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +107,7 @@ def pack(
         offsets = None if offsets is None else torch.nn.functional.pad(offsets, (0, missing))
     low, high = q, None
     if bits < 8:
-        chunks = q.unflatten(-1, (-1, 2, CHUNK // 2))
+        chunks = torch.unflatten(q, -1, (-1, 2, CHUNK // 2))
         first, second = chunks[..., 0, :], chunks[..., 1, :]
         low = ((first & 15) | ((second & 15) << 4)).flatten(-2)
         if bits > 4:
@@ -121,7 +122,7 @@ def pack(
 def _pack_high(first: Tensor, second: Tensor, bits: int) -> Tensor:
     """[..., chunks, 32] pairs to [..., chunks * 8 * bits] bytes: pair j is in byte j % (8 bits)."""
     num_bytes = 8 * bits
-    pairs = (first | (second << bits)).unflatten(-1, (-1, num_bytes))
+    pairs = torch.unflatten((first | (second << bits)), -1, (-1, num_bytes))
     packed = torch.zeros_like(pairs[..., 0, :])
     for index in range(pairs.shape[-2]):
         packed = packed | (pairs[..., index, :] << (2 * bits * index))
@@ -132,12 +133,12 @@ def codes(weight: PackedWeight) -> Tensor:
     """The q that were packed, padding included: uint8 (int8 with 8 bits) [..., K]."""
     if weight.bits == 8:
         return weight.low
-    low = weight.low.unflatten(-1, (-1, CHUNK // 2))
+    low = torch.unflatten(weight.low, -1, (-1, CHUNK // 2))
     first, second = low & 15, low >> 4
     if weight.high is not None:
         bits = weight.bits - 4
         num_bytes, mask = 8 * bits, (1 << bits) - 1
-        planes = weight.high.unflatten(-1, (-1, num_bytes))
+        planes = torch.unflatten(weight.high, -1, (-1, num_bytes))
         shifts = range(0, 8, 2 * bits)
         first = first | (torch.cat([(planes >> s) & mask for s in shifts], -1) << 4)
         second = second | (torch.cat([(planes >> (s + bits)) & mask for s in shifts], -1) << 4)
@@ -187,7 +188,7 @@ def expert_matmul(
     """
     out = x.new_zeros(row_ids.shape[0], weight.num_rows)
     bounds = expert_start.tolist()
-    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (first, last) in enumerate(itertools.pairwise(bounds)):
         if first < last:
             rows = x[row_ids[first:last].long()]
             expert_bias = None if bias is None else bias[expert]

@@ -35,13 +35,13 @@ def _nibbles(data: Tensor) -> Tensor:
 
 
 def _q4_0(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 18))
+    blocks = torch.unflatten(data, -1, (-1, 18))
     q = _nibbles(blocks[..., 2:]).flatten(-2)
     return pack(q, _half(blocks, 0).flatten(-2), None, bits=4, group=32, zero=8)
 
 
 def _q4_1(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 20))
+    blocks = torch.unflatten(data, -1, (-1, 20))
     q = _nibbles(blocks[..., 4:]).flatten(-2)
     return pack(q, _half(blocks, 0).flatten(-2), _half(blocks, 2).flatten(-2), bits=4, group=32)
 
@@ -53,20 +53,20 @@ def _fifth_bits(data: Tensor) -> Tensor:
 
 
 def _q5_0(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 22))
+    blocks = torch.unflatten(data, -1, (-1, 22))
     q = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
     return pack(q.flatten(-2), _half(blocks, 0).flatten(-2), None, bits=5, group=32, zero=16)
 
 
 def _q5_1(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 24))
+    blocks = torch.unflatten(data, -1, (-1, 24))
     q = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
     scales, offsets = _half(blocks, 0).flatten(-2), _half(blocks, 2).flatten(-2)
     return pack(q.flatten(-2), scales, offsets, bits=5, group=32)
 
 
 def _q8_0(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 34))
+    blocks = torch.unflatten(data, -1, (-1, 34))
     q = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
     return pack(q, _half(blocks, 0).flatten(-2), None, bits=8, group=32)
 
@@ -81,11 +81,11 @@ def _k_scales(data: Tensor) -> tuple[Tensor, Tensor]:
 
 def _k_codes(data: Tensor) -> Tensor:
     """128 bytes are 256 codes: each 32 bytes hold 32 in their low nibbles and the next 32."""
-    return _nibbles(data.unflatten(-1, (4, 32))).flatten(-2)
+    return _nibbles(torch.unflatten(data, -1, (4, 32))).flatten(-2)
 
 
 def _q4_k(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 144))
+    blocks = torch.unflatten(data, -1, (-1, 144))
     scales, minima = _k_scales(blocks[..., 4:16])
     q = _k_codes(blocks[..., 16:]).flatten(-2)
     scales = (_half(blocks, 0) * scales).flatten(-2)
@@ -94,7 +94,7 @@ def _q4_k(data: Tensor) -> PackedWeight:
 
 
 def _q5_k(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 176))
+    blocks = torch.unflatten(data, -1, (-1, 176))
     scales, minima = _k_scales(blocks[..., 4:16])
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)[:, None]
     fifth = ((blocks[..., 16:48][..., None, :] >> shifts) & 1).flatten(-2)  # bit g of byte j
@@ -105,10 +105,10 @@ def _q5_k(data: Tensor) -> PackedWeight:
 
 
 def _q6_k(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 210))
+    blocks = torch.unflatten(data, -1, (-1, 210))
     # Two halves of 128 codes: 64 bytes of low nibbles, 32 of pairs of high bits.
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))
-    pairs = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    low = _nibbles(torch.unflatten(blocks[..., :128], -1, (2, 64)))
+    pairs = torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=data.device)[:, None]
     high = ((pairs >> shifts) & 3).flatten(-2)
     q = (low | (high << 4)).flatten(-3)
@@ -118,7 +118,7 @@ def _q6_k(data: Tensor) -> PackedWeight:
 
 
 def _mxfp4(data: Tensor) -> PackedWeight:
-    blocks = data.unflatten(-1, (-1, 17))
+    blocks = torch.unflatten(data, -1, (-1, 17))
     q = _nibbles(blocks[..., 1:]).flatten(-2)
     return pack(q, blocks[..., 0], None, bits=4, group=32, is_fp4=True)
 

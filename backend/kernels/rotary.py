@@ -56,6 +56,8 @@ def rotary_kernel(
     IS_FP8: tl.constexpr,
 ):
     """k_out_ptr is the key cache with IS_STORE, else a tensor like q_out's."""
+    Q_DTYPE: tl.constexpr = q_out_ptr.dtype.element_ty
+    K_DTYPE: tl.constexpr = k_out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pairs = tl.arange(0, HALF_P2)
@@ -95,12 +97,11 @@ def rotary_kernel(
             if slot >= 0:
                 place = (slot // BLOCK_SIZE) * cache_stride_b
                 place += (slot % BLOCK_SIZE) * cache_stride_s + (head - NUM_HEADS) * cache_stride_h
-                dtype = k_out_ptr.dtype.element_ty
-                turned_first = to_cache(turned_first, key_scale, IS_FP8).to(dtype)
-                turned_second = to_cache(turned_second, key_scale, IS_FP8).to(dtype)
-                passed_key = to_cache(passed, key_scale, IS_FP8).to(dtype)
-                tl.store(k_out_ptr + place + first_dims, turned_first, mask=is_pair)
-                tl.store(k_out_ptr + place + second_dims, turned_second, mask=is_pair)
+                first_key = to_cache(turned_first, key_scale, IS_FP8).to(K_DTYPE)
+                second_key = to_cache(turned_second, key_scale, IS_FP8).to(K_DTYPE)
+                passed_key = to_cache(passed, key_scale, IS_FP8).to(K_DTYPE)
+                tl.store(k_out_ptr + place + first_dims, first_key, mask=is_pair)
+                tl.store(k_out_ptr + place + second_dims, second_key, mask=is_pair)
                 tl.store(k_out_ptr + place + rest, passed_key, mask=is_rest)
                 dims = tl.arange(0, DIM_P2)
                 real = dims < HEAD_DIM
@@ -110,16 +111,14 @@ def rotary_kernel(
                 tl.store(value_cache_ptr + place + dims, value, mask=real)
         else:
             place = k_out_ptr + token * k_out_stride_t + (head - NUM_HEADS) * HEAD_DIM
-            dtype = k_out_ptr.dtype.element_ty
-            tl.store(place + first_dims, turned_first.to(dtype), mask=is_pair)
-            tl.store(place + second_dims, turned_second.to(dtype), mask=is_pair)
-            tl.store(place + rest, passed.to(dtype), mask=is_rest)
+            tl.store(place + first_dims, turned_first.to(K_DTYPE), mask=is_pair)
+            tl.store(place + second_dims, turned_second.to(K_DTYPE), mask=is_pair)
+            tl.store(place + rest, passed.to(K_DTYPE), mask=is_rest)
     else:
         place = q_out_ptr + token * q_out_stride_t + head * HEAD_DIM
-        dtype = q_out_ptr.dtype.element_ty
-        tl.store(place + first_dims, turned_first.to(dtype), mask=is_pair)
-        tl.store(place + second_dims, turned_second.to(dtype), mask=is_pair)
-        tl.store(place + rest, passed.to(dtype), mask=is_rest)
+        tl.store(place + first_dims, turned_first.to(Q_DTYPE), mask=is_pair)
+        tl.store(place + second_dims, turned_second.to(Q_DTYPE), mask=is_pair)
+        tl.store(place + rest, passed.to(Q_DTYPE), mask=is_rest)
 
 
 def rotary(

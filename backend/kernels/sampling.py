@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-CUTOFF_BLOCK = 4096
+CUTOFF_BLOCK = 2048
 WORD = tl.constexpr(0xFFFFFFFF)
 SPREAD = tl.constexpr(0x9E3779B1)
 
@@ -60,7 +60,7 @@ def unordered(key):
 
 @triton.jit
 def tally(row_ptr, vocab_size, key, cut_value, cut_id, row_max, BLOCK: tl.constexpr):
-    """Of the kept tokens with a key greater than `key`: their number, and their exp(logit - max)."""
+    """Of the kept tokens with a greater key than `key`: number, and sum of exp(logit - max)."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab_size, BLOCK):

@@ -45,7 +45,7 @@ def store_kv_kernel(
     DIM_P2: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if slot >= 0:
         heads = tl.arange(0, HEADS_P2)[:, None]
@@ -53,7 +53,6 @@ def store_kv_kernel(
         real = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         place = (slot // BLOCK_SIZE) * cache_stride_b + (slot % BLOCK_SIZE) * cache_stride_s
         place += heads * cache_stride_h + dims
-        token = token.to(tl.int64)
         key = tl.load(key_ptr + token * key_stride_t + heads * key_stride_h + dims, mask=real)
         tl.store(key_cache_ptr + place, to_cache(key, key_scale, IS_FP8), mask=real)
         value = tl.load(

@@ -15,16 +15,22 @@ GPU_TESTS = Path(__file__).parent.parent / "gpu"
 pytest.importorskip("triton")
 
 
-def run_kernel_tests(**environment: str) -> None:
+def run_kernel_tests(file: str = "", **environment: str) -> None:
     """tests/gpu in its own process; see its conftest."""
-    settings = {**os.environ, "LLMD_KERNEL_TESTS": "1", "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(GPU_TESTS)]
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    settings = {**inherited, "LLMD_KERNEL_TESTS": "1", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command.append(str(GPU_TESTS / file))
     result = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
 def test_every_kernel_equals_its_twin_in_the_interpreter() -> None:
     run_kernel_tests(TRITON_INTERPRET="1")
+
+
+def test_every_kernel_compiles_without_a_gpu() -> None:
+    run_kernel_tests("test_aot.py")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,11 +66,9 @@ def run_both(
         pages.seq_lens,
         head_dim**-0.5,
     )
-    only_fast = {name: settings.pop(name) for name in ("deterministic",) if name in settings}
-    return (
-        paged_attention(*arguments, **settings, **only_fast),
-        reference.paged_attention(*arguments, **settings),
-    )
+    deterministic = settings.pop("deterministic", False)
+    fast: Any = partial(paged_attention, deterministic=deterministic)
+    return fast(*arguments, **settings), reference.paged_attention(*arguments, **settings)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_the_kv_write_equals_its_twin(cache_dtype: torch.dtype) -> None:
     # Whole numbers, which fp8 holds exactly: the interpreter rounds fp8 wrongly.
     projected = (randn(num_tokens, 3 * num_heads * head_dim, seed=1) * 2).round()
     _, key, value = (
-        part.unflatten(-1, (num_heads, head_dim)) for part in projected.chunk(3, dim=-1)
+        torch.unflatten(part, -1, (num_heads, head_dim)) for part in projected.chunk(3, dim=-1)
     )
     slots = torch.tensor([17, -1, 0, 63, 31], device=DEVICE)
     shape = (2, 2, 4, num_heads, block_size, head_dim)

@@ -48,8 +48,8 @@ def test_a_gguf_weight_survives_packing(type_name: str) -> None:
 
 def int32_words(codes: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """The inverse of unpacking, along the last dimension, 4 bits."""
-    parts = codes.long().unflatten(-1, (-1, 8))
-    words = sum(parts[..., i] << (4 * place) for i, place in enumerate(order))
+    parts = torch.unflatten(codes.long(), -1, (-1, 8))
+    words = torch.stack([parts[..., i] << (4 * place) for i, place in enumerate(order)]).sum(0)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -127,7 +127,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others_in_a_product() -> None:
 def test_expert_products_equal_their_twin(type_name: str, pairs_of: tuple[int, ...]) -> None:
     num_experts, outputs, columns = len(pairs_of), 40, 256
     blocks, _ = gguf_blocks(type_name, num_experts * outputs, columns)
-    weight = repack.from_gguf(blocks.unflatten(0, (num_experts, outputs)), type_name).to(DEVICE)
+    weight = repack.from_gguf(torch.unflatten(blocks, 0, (num_experts, outputs)), type_name).to(
+        DEVICE
+    )
     num_pairs = sum(pairs_of)
     row_ids = torch.arange(num_pairs + 2, dtype=torch.int32, device=DEVICE) * 7 % 11
     starts = torch.tensor([0, *pairs_of], device=DEVICE).cumsum(0).to(torch.int32)
