@@ -47,7 +47,7 @@ from .settings import PullSettings
 from .web import NETWORK_ERRORS, Reply, Session, origin_of
 
 READ_BYTES = 256 << 10
-SAVE_PERIOD_S = 0.25  # what a killed process may lose
+SAVE_PERIOD_S = 0.1  # what a killed process may lose
 HASH_READ_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
@@ -98,16 +98,18 @@ class Transfer:
         self._error: BaseException | None = None
         self._serial: int | None = None  # the thread that reads a server without ranges
         self._saved_at = 0.0
-        self._most = 0  # the highest `completed` ever shown
+        self._most = 0  # the highest count of bytes that was ever saved
         self._sessions: list[Session] = []
         self._budget = _Budget(settings.rate_limit)
 
     @property
     def completed(self) -> int:
-        """Bytes that have arrived, earlier runs included. Never falls."""
+        """Bytes that have arrived and stand in the journal, earlier runs included.
+
+        Never falls, not even in the eyes of one who sees this process killed and the next one
+        take over.
+        """
         with self._lock:
-            if self._partial is not None:
-                self._most = max(self._most, self._partial.completed)
             return self._most
 
     def cancel(self) -> None:
@@ -166,6 +168,7 @@ class Transfer:
         self._error, self._failures, self._serial, self._num_in_work = None, 0, None, 0
         with self._lock:
             self._partial = PartialFile(self._stem, file.size, settings.part_bytes, validator)
+            self._most = max(self._most, self._partial.completed)
             self._waiting = deque(
                 index
                 for index, filled in enumerate(self._partial.filled)
@@ -179,7 +182,7 @@ class Transfer:
         if isinstance(error, _Refetch) and self._partial is not None:
             self._partial.discard()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise no_space(self._stem.parent, self.file.size - self.completed) from error
+            raise no_space(self._stem.parent, self.file.size - self._most) from error
         if error is not None:
             raise error
 
@@ -335,6 +338,7 @@ class Transfer:
         if now - self._saved_at >= SAVE_PERIOD_S and self._partial is not None:
             self._saved_at = now
             self._partial.save()
+            self._most = max(self._most, self._partial.completed)
 
     def _note_failure(self, index: int, error: BaseException) -> float | None:
         """What a failed part means: a pause in seconds before going on, or None for the end."""

@@ -58,6 +58,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)  # "GET /path" of both ports
     authorized: list[tuple[str, bool]] = field(default_factory=list)  # port's name, had a token
     bytes_served: int = 0  # by the content network
+    known: dict[str, tuple[bytes, tuple[str, str]]] = field(default_factory=dict)  # hashes
     lock: threading.Lock = field(default_factory=threading.Lock)
     released: threading.Event = field(default_factory=threading.Event)  # ends all stalls
 
@@ -69,11 +70,19 @@ class Hub:
             return left > 0
 
     def sha256(self, name: str) -> str:
-        return hashlib.sha256(self.files[name]).hexdigest()
+        return self._hashes(name)[0]
 
     def git_sha1(self, name: str) -> str:
+        return self._hashes(name)[1]
+
+    def _hashes(self, name: str) -> tuple[str, str]:
         content = self.files[name]
-        return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+        if name not in self.known or self.known[name][0] is not content:
+            git = hashlib.sha1(f"blob {len(content)}\0".encode())
+            git.update(content)
+            hashes = hashlib.sha256(content).hexdigest(), git.hexdigest()
+            self.known[name] = (content, hashes)
+        return self.known[name][1]
 
     def sibling(self, name: str) -> dict[str, Any]:
         size = len(self.files[name])
