@@ -1,0 +1,232 @@
+"""The commands of `llmd`, one function each. They raise; main.py turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from .address import read_address
+from .autostart import connect, daemon_command
+from .client import ApiError, Client
+from .errors import CommandFailed
+from .render import Spinner
+
+app = typer.Typer(
+    name="llmd",
+    help="Language models on your own machine.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, as in smollm2:135m")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow an unencrypted registry")]
+Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only names that begin so")]
+
+
+def daemon() -> Client:
+    """A client of the daemon, which is started if need be."""
+    return connect(os.environ, read_address(os.environ))
+
+
+def now() -> datetime:
+    return datetime.now().astimezone()
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", "-v", help="Show the version")] = False,
+) -> None:
+    if version:
+        from .main import print_version
+
+        print_version()
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("help")
+def help_page(
+    context: typer.Context, command: Annotated[str, typer.Argument(metavar="[COMMAND]")] = ""
+) -> None:
+    """Help for a command."""
+    app(args=[command, "--help"] if command else ["--help"], standalone_mode=False)
+
+
+# ------------------------------------------------------------------------- the daemon
+
+
+@app.command()
+def serve() -> None:
+    """Run the daemon in the foreground. It starts by itself when a command needs it."""
+    sys.stdout.flush()
+    if os.name == "posix":
+        os.execv(sys.executable, daemon_command())  # signals then reach the daemon itself
+    raise typer.Exit(subprocess.call(daemon_command()))
+
+
+app.command("start", hidden=True)(serve)
+
+
+# ---------------------------------------------------------------------------- answers
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
+    keepalive: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="How long the model stays: 5m, -1s, 0s")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show figures afterwards")] = False,
+    insecure: Insecure = False,
+    nowordwrap: Annotated[
+        bool, typer.Option("--nowordwrap", help="Do not break lines between words")
+    ] = False,
+    format: Annotated[
+        str | None, typer.Option("--format", metavar="FORMAT", help="json, or a JSON schema")
+    ] = None,
+    think: Annotated[
+        str | None,
+        typer.Option(metavar="[LEVEL]", help="true, false, low, medium, high or max"),
+    ] = None,
+    hidethinking: Annotated[
+        bool, typer.Option("--hidethinking", help="Show the answer only")
+    ] = False,
+    truncate: Annotated[
+        bool | None,
+        typer.Option("--truncate/--no-truncate", help="Embedding models: cut a long text to fit"),
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Embedding models: the vector's length")
+    ] = None,
+) -> None:
+    """Ask a model, or talk to it. It is pulled first if it is not here."""
+    from .run import RunOptions
+    from .run import run as run_model
+
+    options = RunOptions(
+        keep_alive=keepalive,
+        verbose=verbose,
+        insecure=insecure,
+        word_wrap=not nowordwrap,
+        format=format,
+        think=think,
+        hide_thinking=hidethinking,
+        truncate=truncate,
+        dimensions=dimensions,
+    )
+    run_model(daemon(), model, prompt, options)
+
+
+# ---------------------------------------------------------------------- the models folder
+
+
+@app.command()
+def pull(model: Model, insecure: Insecure = False) -> None:
+    """Fetch a model, or bring it up to date."""
+    from .run import pull as pull_model
+
+    pull_model(daemon(), model, insecure)
+
+
+@app.command(hidden=True)
+def push(model: Model, insecure: Insecure = False) -> None:
+    """Refused: llmd has nowhere to push to."""
+    daemon().post("/api/push", {"model": model, "insecure": insecure, "stream": False})
+
+
+@app.command("list")
+def list_models(prefix: Prefix = "") -> None:
+    """The models that are installed."""
+    from .tables import list_table
+
+    print(list_table(daemon().get("/api/tags")["models"], prefix, now()))
+
+
+app.command("ls", hidden=True)(list_models)
+
+
+@app.command()
+def show(
+    model: Model,
+    license: Annotated[bool, typer.Option("--license", help="Its license")] = False,
+    modelfile: Annotated[bool, typer.Option("--modelfile", help="Its Modelfile")] = False,
+    parameters: Annotated[bool, typer.Option("--parameters", help="Its parameters")] = False,
+    system: Annotated[bool, typer.Option("--system", help="Its system message")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Its prompt template")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Metadata and tensors too")
+    ] = False,
+) -> None:
+    """All about one model."""
+    from .tables import show_text
+
+    flags = {
+        "license": license,
+        "modelfile": modelfile,
+        "parameters": parameters,
+        "system": system,
+        "template": template,
+    }
+    wanted = [name for name, is_wanted in flags.items() if is_wanted]
+    if len(wanted) > 1:
+        raise CommandFailed(
+            "only one of '--license', '--modelfile', '--parameters', '--system', or '--template' "
+            "can be specified"
+        )
+    answer = daemon().post("/api/show", {"model": model, "verbose": verbose})
+    if wanted:
+        print(answer.get(wanted[0], ""))
+    else:
+        print(show_text(answer, verbose), end="")
+
+
+@app.command("cp")
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SOURCE")],
+    destination: Annotated[str, typer.Argument(metavar="DESTINATION")],
+) -> None:
+    """Give a model a second name."""
+    daemon().post("/api/copy", {"source": source, "destination": destination})
+    print(f"copied '{source}' to '{destination}'")
+
+
+@app.command("rm")
+def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL...")]) -> None:
+    """Remove models."""
+    client = daemon()
+    for model in models:
+        client.delete("/api/delete", {"model": model})
+        print(f"deleted '{model}'")
+
+
+# ---------------------------------------------------------------------- loaded models
+
+
+@app.command()
+def ps(prefix: Prefix = "") -> None:
+    """The models that are loaded: where, for how long, and how full their KV cache is."""
+    from .tables import ps_table
+
+    print(ps_table(daemon().get("/api/ps")["models"], prefix, now()))
+
+
+@app.command()
+def stop(model: Model) -> None:
+    """Unload a model."""
+    body = {"model": model, "keep_alive": 0, "stream": False}
+    try:
+        with Spinner(f"stopping {model}"):
+            daemon().post("/api/generate", body)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        raise CommandFailed(f'couldn\'t find model "{model}" to stop') from error

@@ -1,0 +1,187 @@
+"""What moves on the terminal: a spinner, one progress bar for a pull, plain lines elsewhere.
+
+All of it goes to stderr; stdout belongs to answers and tables. Where stderr is no terminal there is
+no spinner, and a pull is told in plain lines: one for each status, one for each tenth.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .units import size_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_FRAME_S = 0.1
+_HIDDEN_S = 0.25  # what is done sooner needs no spinner
+_TENTH = 10
+
+
+class Spinner:
+    """Shows that something goes on, and for how long. `stop` may be called more than once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._turn, daemon=True)
+
+    def __enter__(self) -> Spinner:
+        if sys.stderr.isatty():
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _turn(self) -> None:
+        began = time.monotonic()
+        if self._is_over.wait(_HIDDEN_S):
+            return
+        number = 0
+        while not self._is_over.wait(_FRAME_S):
+            number += 1
+            frame, seconds = _FRAMES[number % len(_FRAMES)], int(time.monotonic() - began)
+            shown = f" {seconds} s" if seconds else ""
+            sys.stderr.write(f"\r\x1b[K{frame} {self._text}{shown}")
+            sys.stderr.flush()
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def pull_display(name: str) -> PullDisplay:
+    """The one that fits stderr."""
+    return PullBar(name) if sys.stderr.isatty() else PullLines(name)
+
+
+class PullDisplay:
+    """Shows the lines of /api/pull as they come."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._sizes: dict[str, tuple[int, int]] = {}  # digest -> completed, total
+        self._source = ""
+
+    def __enter__(self) -> PullDisplay:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def update(self, line: dict[str, Any]) -> None:
+        source = line.get("source") or ""
+        if source and source != self._source:
+            self._source = source
+            self.say(f"{self.name} comes from {source}")
+        if "total" not in line:
+            self.say(str(line.get("status", "")))
+            return
+        digest = str(line.get("digest") or line.get("status"))
+        self._sizes[digest] = (line.get("completed", 0), line["total"])
+        overall = line.get("overall")
+        if overall:
+            self.advance(overall["completed"], overall["total"])
+        else:
+            completed, total = (sum(numbers) for numbers in zip(*self._sizes.values(), strict=True))
+            self.advance(completed, total)
+
+    def say(self, status: str) -> None:
+        """A step that has no bytes."""
+        raise NotImplementedError
+
+    def advance(self, completed: int, total: int) -> None:
+        """Bytes of all files together."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class PullLines(PullDisplay):
+    """For pipes and logs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._said = ""
+        self._tenth = -1
+
+    def say(self, status: str) -> None:
+        if status and status != self._said:
+            self._said = status
+            print(status, file=sys.stderr, flush=True)
+
+    def advance(self, completed: int, total: int) -> None:
+        tenth = _TENTH * completed // total if total else _TENTH
+        if tenth > self._tenth:
+            self._tenth = tenth
+            percent = 100 * tenth // _TENTH
+            of_total = f"{size_text(completed)}/{size_text(total)}"
+            print(f"pulling {self.name}: {percent}% {of_total}", file=sys.stderr, flush=True)
+
+
+class PullBar(PullDisplay):
+    """One bar for the whole pull, with rate and time left."""
+
+    def __init__(self, name: str) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            SpinnerColumn,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        super().__init__(name)
+        self._progress: Progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=Console(stderr=True, highlight=False),
+        )
+        self._task: TaskID | None = None
+        self._said = ""
+        self._progress.start()
+
+    def say(self, status: str) -> None:
+        if status and status != self._said:
+            self._said = status
+            self._progress.console.print(status, markup=False)
+
+    def advance(self, completed: int, total: int) -> None:
+        if self._task is None:
+            # What lies here already from an earlier try is in the bar, but not in the rate.
+            self._task = self._progress.add_task(
+                f"pulling {self.name}", completed=completed, total=total
+            )
+        self._progress.update(self._task, completed=completed, total=total)
+
+    def close(self) -> None:
+        self._progress.stop()
