@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 import shutil
 import signal
@@ -11,12 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from llmd.registry.errors import NotEnoughSpace
 from llmd.registry.pull import pull
 from llmd.registry.settings import PullSettings
 from llmd.registry.store import ModelStore
@@ -32,7 +34,121 @@ from llmd.registry.store import ModelStore
 
 def show(line):
     if line.digest:
-        gap_s = sorted(gaps)[int(0.99 * len(gaps))]
+        print(line.completed, flush=True)
+
+settings = PullSettings(hub_endpoint=sys.argv[1], reserve_bytes=0, part_bytes=int(sys.argv[3]))
+asyncio.run(pull(ModelStore(Path(sys.argv[2])), "hf.co/o/r", settings=settings, on_progress=show))
+"""
+
+SERVER = """
+import sys
+from tests.registry import hub_fixture, model_makers
+content = model_makers.tiny_gguf() + bytes(400 << 20)
+with hub_fixture.running_hub({"m.gguf": content}) as hub:
+    print(hub.endpoint, hub.content_url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def killed_pulls(
+    hub: Hub, root: Path, part_bytes: int, num_kills: int, slice_bytes: int, seed: int
+) -> list[int]:
+    """Pull in processes that are killed after so many more bytes each; then once to the end.
+
+    Returns every `completed` that any of them told, in order.
+    """
+    rng = random.Random(seed)
+    told: list[int] = []
+    for number in range(num_kills + 1):
+        goal = (told[-1] if told else 0) + rng.randint(slice_bytes // 2, slice_bytes)
+        command = [sys.executable, "-c", PULLER, hub.endpoint, str(root), str(part_bytes)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                told.append(int(line))
+                if number < num_kills and told[-1] >= goal:
+                    process.send_signal(signal.SIGKILL)
+                    break
+            process.stdout.close()
+        ended_well = process.wait() == (0 if number == num_kills else -signal.SIGKILL)
+        assert ended_well, f"pull {number} ended with {process.returncode}"
+    return told
+
+
+def assert_killed_pulls_waste_little(
+    root: Path, size: int, part_bytes: int, num_kills: int, bytes_per_s: int, waste: float
+) -> None:
+    rng = random.Random(2)
+    content = make.tiny_gguf() + b"".join(rng.randbytes(1 << 20) for _ in range(size >> 20))
+    with running_hub({"m.gguf": content}, Faults(bytes_per_s=bytes_per_s // 6)) as hub:
+        slice_bytes = len(content) // (num_kills + 1)
+        told = killed_pulls(hub, root, part_bytes, num_kills, slice_bytes, seed=3)
+        served = hub.bytes_served
+    store = ModelStore(root)
+    store.check()
+    (manifest,) = store.list()
+    assert store.path_of(manifest.files[0]).read_bytes() == content
+    assert store.verify(manifest) == ()
+    assert told == sorted(told)
+    assert served <= (1 + waste) * len(content), f"{served} bytes served"
+
+
+def test_a_pull_killed_four_times_is_resumed_and_fetches_little_twice(tmp_path: Path) -> None:
+    assert_killed_pulls_waste_little(tmp_path / "m", 16 << 20, 1 << 20, 4, 6 << 20, waste=0.25)
+
+
+@pytest.mark.slow
+def test_300_megabytes_killed_ten_times_cost_at_most_six_percent(tmp_path: Path) -> None:
+    assert_killed_pulls_waste_little(tmp_path / "m", 300 << 20, 16 << 20, 10, 20_000_000, 0.06)
+
+
+@pytest.fixture
+def far_hub() -> Iterator[tuple[str, str]]:
+    """A hub in a process of its own; its address and that of its contents."""
+    root = Path(__file__).parents[2]
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, cwd=root, text=True, stdin=pipe, stdout=pipe) as server:
+        assert server.stdout is not None and server.stdin is not None
+        endpoint, content_url = server.stdout.readline().split()
+        yield endpoint, content_url
+        server.stdin.close()
+
+
+@pytest.mark.slow
+def test_an_unlimited_pull_is_fast_small_and_leaves_the_loop_free(
+    far_hub: tuple[str, str], tmp_path: Path
+) -> None:
+    """Against curl for the same file: both write it, the pull also verifies and syncs it."""
+    curl = shutil.which("curl")
+    assert curl is not None, "needs curl"
+    endpoint, content_url = far_hub
+    url = f"{content_url}/cdn/m.gguf?range=0-"
+    start = time.monotonic()
+    subprocess.run([curl, "-sf", "-r", "0-", "-o", str(tmp_path / "x"), url], check=True)
+    curl_s = time.monotonic() - start
+    settings = PullSettings(hub_endpoint=endpoint, reserve_bytes=0)
+    process, most = psutil.Process(), 0
+    gaps: list[float] = []
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            asked = time.monotonic()
+            await asyncio.sleep(0.005)
+            gaps.append(time.monotonic() - asked - 0.005)
+            most = max(most, process.memory_info().rss)
+
+    async def main() -> float:
+        watching = asyncio.create_task(watch())
+        begun = time.monotonic()
+        await pull(ModelStore(tmp_path / "m"), "hf.co/o/r", settings=settings)
+        watching.cancel()
+        return time.monotonic() - begun
+
+    before = process.memory_info().rss
+    pull_s = asyncio.run(main())
+    gap_s = sorted(gaps)[int(0.99 * len(gaps))]
     print(json.dumps({"curl_s": curl_s, "pull_s": pull_s, "gap_s": gap_s, "rss": most - before}))
     assert curl_s / pull_s >= 0.6
     assert gap_s < 0.05
@@ -42,11 +158,6 @@ def show(line):
 def test_a_full_disk_in_the_middle_is_named_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
-    from llmd.registry.errors import NotEnoughSpace
-
     content = make.tiny_gguf() + random.Random(1).randbytes(1 << 20)
     store = ModelStore(tmp_path / "m")
     real = os.pwrite
@@ -66,6 +177,6 @@ def test_a_full_disk_in_the_middle_is_named_with_both_sizes(
             with pytest.raises(NotEnoughSpace, match="not enough disk space in"):
                 asyncio.run(pull(store, "hf.co/o/r", settings=settings))
         before = hub.bytes_served
-        manifest = asyncio.run(pull(store, "hf.co/o/r", settings=replace(settings)))
+        manifest = asyncio.run(pull(store, "hf.co/o/r", settings=settings))
         assert hub.bytes_served - before < 0.8 * len(content)
     assert store.path_of(manifest.files[0]).read_bytes() == content
