@@ -14,7 +14,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .routes import models, native, openai, system
+from .routes import anthropic, completions, embeddings, models, native, openai, system
 from .routes.call import Endpoint, Route
 from .routes.services import Services
 from .security import Guard
@@ -23,7 +23,10 @@ ROUTES: Sequence[Route] = (
     *system.ROUTES,
     *native.ROUTES,
     *models.ROUTES,
+    *embeddings.ROUTES,
     *openai.ROUTES,
+    *completions.ROUTES,
+    *anthropic.ROUTES,
 )
 
 

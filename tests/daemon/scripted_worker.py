@@ -98,7 +98,8 @@ class ScriptedWorker:
         elif isinstance(request, Embed):
             self.embed(request)
         elif isinstance(request, Tokenize):
-            ids = request.token_ids or [len(word) for word in (request.text or "").split()]
+            text = request.text or " ".join(str(m["content"]) for m in request.messages or ())
+            ids = request.token_ids or [len(word) for word in text.split()]
             send(Tokenized(request.id, ids, request.text or " ".join(map(str, ids))))
         elif isinstance(request, Shutdown):
             os._exit(0)
