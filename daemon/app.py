@@ -14,20 +14,32 @@ from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .routes import anthropic, completions, embeddings, models, native, openai, system
+from .routes import (
+    anthropic,
+    completions,
+    embeddings,
+    models,
+    native,
+    openai,
+    openapi,
+    responses,
+    system,
+)
 from .routes.call import Endpoint, Route
 from .routes.services import Services
 from .security import Guard
 
-ROUTES: Sequence[Route] = (
+_DESCRIBED: Sequence[Route] = (
     *system.ROUTES,
     *native.ROUTES,
     *models.ROUTES,
     *embeddings.ROUTES,
     *openai.ROUTES,
     *completions.ROUTES,
+    *responses.ROUTES,
     *anthropic.ROUTES,
 )
+ROUTES: Sequence[Route] = (*_DESCRIBED, openapi.route_of(_DESCRIBED))
 
 
 class PlainRouter(Router):
