@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .batch import Logprobs, Runner
 from .scheduler import Advance, Scheduler, Unservable
-from .sequence import EngineRequest, Sequence
+from .sequence import EngineRequest
 
 __all__ = ["Engine", "EngineRequest", "EngineStats", "SequenceOutput", "Unservable"]
 
@@ -63,12 +63,8 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        # Counters of what is done with; the live sequences' own counts come on top.
         self._num_steps = 0
-        self._num_computed_tokens = 0
-        self._num_cached_tokens = 0
         self._num_output_tokens = 0
-        self._num_preemptions = 0
 
     def __repr__(self) -> str:
         return f"<Engine {self._num_steps} steps | {self._scheduler!r}>"
@@ -87,19 +83,19 @@ class Engine:
         """Queue a sequence. Raises Unservable (both numbers in it) if it can never fit."""
         self._scheduler.add(request, self._clock())
 
-    def cancel(self, id: str) -> SequenceOutput | None:
+    def cancel(self, id: str, reason: str = "abort") -> SequenceOutput | None:
         """End a sequence now; its blocks are free for the next step. None if it is not there."""
         sequence = self._scheduler.cancel(id)
         if sequence is None:
             return None
-        self._count_end(sequence)
-        return _output(Advance(sequence, (), finish_reason="abort"))
+        return _output(Advance(sequence, (), finish_reason=reason))
 
     def step(self) -> list[SequenceOutput]:
         """Run one step. One output for each sequence that got tokens, or ended."""
-        batch = self._scheduler.schedule(self._clock())
+        started = self._clock()
+        batch = self._scheduler.schedule(started)
         if batch is None:
-            return []
+            return [_output(advance) for advance in self._scheduler.drop_unservable()]
         self._num_steps += 1
         try:
             result = self._runner.execute(batch)
@@ -107,12 +103,10 @@ class Engine:
             message = f"{type(error).__name__}: {error}"
             advances = self._scheduler.fail(batch.step, message)
         else:
-            self._num_computed_tokens += batch.num_tokens
-            advances = self._scheduler.update(result, self._clock())
-        for advance in advances:
-            self._num_output_tokens += len(advance.token_ids)
-            if advance.finish_reason is not None:
-                self._count_end(advance.sequence)
+            now = self._clock()
+            self._scheduler.observe(batch, now - started)
+            advances = self._scheduler.update(result, now)
+        self._num_output_tokens += sum(len(advance.token_ids) for advance in advances)
         return [_output(advance) for advance in advances]
 
     def force_preempt(self, id: str) -> bool:
@@ -138,19 +132,15 @@ class Engine:
             blocks_cached=pool.num_cached,
             blocks_free=pool.num_blank,
             steps=self._num_steps,
-            prompt_tokens=max(self._num_computed_tokens - self._num_output_tokens, 0),
-            cached_tokens=self._num_cached_tokens,
+            prompt_tokens=self._scheduler.num_prompt_tokens,
+            cached_tokens=self._scheduler.num_cached_tokens,
             output_tokens=self._num_output_tokens,
-            preemptions=self._num_preemptions,
+            preemptions=self._scheduler.num_preemptions,
         )
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and its pool."""
         self._scheduler.check()
-
-    def _count_end(self, sequence: Sequence) -> None:
-        self._num_cached_tokens += sequence.num_cached_tokens
-        self._num_preemptions += sequence.num_preemptions
 
 
 def _output(advance: Advance) -> SequenceOutput:

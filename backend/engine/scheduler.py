@@ -16,7 +16,12 @@ last token, and that room is kept for it. So it cannot be preempted again, and e
 
 Full blocks are published when their step has succeeded, not before: a failed step leaves no key of
 a block that was never filled. A waiting sequence whose next block is being computed by a running
-one waits a step and then shares it, instead of computing it a second time.
+one waits a step and then shares it, instead of computing it a second time. The last block of two
+equal prompts is not full and cannot be shared: the second gets a copy as it starts, because it will
+write there at once (copy-on-write; Kwon et al., section 4.4). So `n` samples read a prompt once.
+
+While others decode, a prompt's chunk is as long as the time they can bear (step_time); decoding
+sequences may try drafts (drafts) while the batch is small enough for extra rows to cost little.
 
 Owner: the Engine, on the engine thread. Time comes in as `now`, in seconds.
 """
@@ -26,9 +31,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .batch import Batch, Chunk, Logprobs, RowStart, StepResult
+from .batch import Batch, Logprobs, StepResult
 from .block_pool import BlockPool, root_key
+from .drafts import Drafter
+from .plan import Plan, row_start
 from .sequence import EngineRequest, Sequence, Status
+from .step_time import StepTime
 
 MAX_PREEMPTIONS = 3  # of one sequence, before it is protected
 HEADROOM_STEPS = 64  # admission leaves room for the growth of what runs, this many steps ahead
@@ -60,6 +68,9 @@ class SchedulerConfig:
     max_batch_tokens: int = 2048  # of one step
     prefill_chunk: int = 0  # of one sequence in one step; 0 is off
     cache_seed: bytes = b""  # model digest and dtype: caches of others never match
+    max_gap_ratio: float = 2.0  # of a step with a prompt to one without; 0 is off. See step_time
+    max_drafts: int = 0  # of one sequence in one step; 0 is off. See drafts
+    max_draft_rows: int = 16  # rows of a step with drafts; more rows are no longer nearly free
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +83,6 @@ class Advance:
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str = ""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A batch in the making."""
-
-    budget: int
-    chunks: list[Chunk]
-    sequences: list[Sequence]
-    starts: list[RowStart]
-    has_preempted: bool = False
-
-    def drop(self, sequence: Sequence) -> None:
-        """A sequence that was planned in this pass was preempted after all."""
-        for index, planned in enumerate(self.sequences):
-            if planned is sequence:
-                self.budget += self.chunks[index].num_tokens
-                del self.sequences[index], self.chunks[index]
-                break
-        self.starts = [start for start in self.starts if start.row != sequence.row]
 
 
 class Scheduler:
@@ -110,6 +101,12 @@ class Scheduler:
         self._in_step: list[Sequence] = []  # of the batch whose result is not back, in its order
         self._batch: Batch | None = None
         self._step = 0
+        self._step_time = StepTime()
+
+        # Totals since the start; they only grow.
+        self.num_prompt_tokens = 0  # computed, drafts and outputs not included
+        self.num_cached_tokens = 0  # found instead of computed, at first admission
+        self.num_preemptions = 0
 
     def __repr__(self) -> str:
         return (
@@ -138,9 +135,13 @@ class Scheduler:
     # ------------------------------------------------------------- come and go
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Queue a sequence. Raises Unservable, and ValueError for an id that is in use."""
+        """Queue a sequence. Raises Unservable, and ValueError for one that makes no sense."""
         if request.id in self._sequences:
             raise ValueError(f"sequence {request.id} exists")
+        if not request.token_ids:
+            raise ValueError(f"sequence {request.id} has no tokens to go on from")
+        if len(request.token_ids) - request.num_prompt_tokens >= request.max_tokens:
+            raise ValueError(f"sequence {request.id} has all its {request.max_tokens} tokens")
         needed = len(request.token_ids) + 1
         if needed > self.max_sequence_tokens:
             raise Unservable(needed, self.max_sequence_tokens)
@@ -177,11 +178,18 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None if nothing can run. Every batch wants one update or fail."""
         assert self._batch is None, "the last batch has no result yet"
-        plan = _Plan(self.config.max_batch_tokens, [], [], [])
-        for sequence in list(self._running):
+        plan = Plan(self.config.max_batch_tokens)
+        running = sorted(self._running, key=lambda seq: seq.num_left > 1)  # decodes first; stable
+        num_decodes = sum(sequence.num_left == 1 for sequence in running)
+        max_drafts = self._max_drafts(num_decodes)
+        for sequence in running[:num_decodes]:
             if sequence.status is Status.RUNNING and plan.budget > 0:
-                self._plan_running(sequence, plan)
-        if not plan.has_preempted:
+                self._plan_running(sequence, plan, max_drafts)
+        self._limit_prompts(plan)
+        for sequence in running[num_decodes:]:
+            if sequence.status is Status.RUNNING and plan.budget > 0:
+                self._plan_running(sequence, plan, 0)
+        if self._waiting and not plan.has_preempted:
             self._admit_waiting(plan)
         if not plan.chunks:
             return None
@@ -190,16 +198,19 @@ class Scheduler:
                 sequence.first_scheduled_at = now
         self._step += 1
         self._in_step = plan.sequences
-        self._batch = Batch(
-            step=self._step,
-            chunks=tuple(plan.chunks),
-            starts=tuple(plan.starts),
-            releases=tuple(self._released_rows),
-        )
+        self._batch = plan.batch(self._step, tuple(self._released_rows))
         self._released_rows = []
         return self._batch
 
-    def _plan_running(self, sequence: Sequence, plan: _Plan) -> None:
+    def _limit_prompts(self, plan: Plan) -> None:
+        """Leave as many tokens for prompts as those who decode can bear."""
+        ratio = self.config.max_gap_ratio
+        if ratio and plan.chunks:
+            limit = self._step_time.max_prompt_tokens(len(plan.chunks), ratio)
+            if limit is not None:
+                plan.budget = min(plan.budget, limit)
+
+    def _plan_running(self, sequence: Sequence, plan: Plan, max_drafts: int) -> None:
         num_tokens = self._chunk_size(sequence, plan.budget)
         num_blocks = self._blocks_for(sequence.num_computed + num_tokens)
         wanted = num_blocks - len(sequence.block_table)
@@ -214,9 +225,34 @@ class Scheduler:
                 return
         if wanted > 0:
             sequence.block_table.extend(self.pool.allocate(wanted))
-        self._plan_chunk(sequence, num_tokens, plan)
+        drafts = self._drafts(sequence, max_drafts) if max_drafts else ()
+        plan.add(sequence, num_tokens, drafts)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _max_drafts(self, num_decodes: int) -> int:
+        """Drafts that each decoding sequence may add to this step."""
+        if not (self.config.max_drafts and num_decodes):
+            return 0
+        rows = min(self.config.max_draft_rows, self.config.max_batch_tokens)
+        return min(self.config.max_drafts, rows // num_decodes - 1)
+
+    def _drafts(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        request = sequence.request
+        if request.grammar is not None:
+            return ()  # its mask is made for one token at a time
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(self.config.max_drafts)
+        # The last token is drawn, never drafted; and drafts preempt nobody.
+        room = self._final_tokens(sequence) - sequence.num_tokens - 1
+        held = len(sequence.block_table) * self.config.block_size - sequence.num_tokens
+        drafts = sequence.drafter.propose(sequence.token_ids, min(limit, room))
+        if len(drafts) > held and self._num_available(sequence) <= 2 * len(self._running):
+            return drafts[:held]
+        missing = self._blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table.extend(self.pool.allocate(missing))
+        return drafts
+
+    def _admit_waiting(self, plan: Plan) -> None:
         computing = self._keys_being_computed()
         held = Counter(sequence.request.client for sequence in self._running)
         skipped: set[int] = set()
@@ -224,15 +260,19 @@ class Scheduler:
             candidates = (seq for seq in self._waiting if id(seq) not in skipped)
             sequence = min(candidates, key=lambda seq: _turn(seq, held))
             hits = self._find_prefix(sequence)
-            if self._next_key(sequence, len(hits)) in computing:
+            twin = self._twin(sequence)
+            is_ready = twin is None or twin.num_computed >= sequence.num_tokens - 1
+            if not is_ready or self._next_key(sequence, len(hits)) in computing:
                 skipped.add(id(sequence))
                 continue
-            if not self._admit(sequence, hits, plan):
+            if not self._admit(sequence, hits, twin, plan):
                 return  # first come, first served: nobody overtakes for being small
             held[sequence.request.client] += 1
             computing.update(sequence.block_keys[len(hits) :])
 
-    def _admit(self, sequence: Sequence, hits: list[int], plan: _Plan) -> bool:
+    def _admit(
+        self, sequence: Sequence, hits: list[int], twin: Sequence | None, plan: Plan
+    ) -> bool:
         """Give the sequence a row and its blocks. False, and nothing changed, if they don't fit."""
         if not self._fits(sequence, hits):
             return False
@@ -242,18 +282,52 @@ class Scheduler:
         sequence.num_computed = len(hits) * self.config.block_size
         sequence.num_published = len(hits)
         sequence.num_sent_blocks = 0
-        if sequence.first_scheduled_at is None:
-            sequence.num_cached_tokens = sequence.num_computed
         sequence.row = self._free_rows.pop()
         sequence.status = Status.RUNNING
         self._waiting.remove(sequence)
         self._running.append(sequence)
+        if twin is not None:
+            self._copy_last_block(twin, sequence, plan)
+        if sequence.first_scheduled_at is None:
+            sequence.num_cached_tokens = sequence.num_computed
+            self.num_cached_tokens += sequence.num_computed
         num_tokens = self._chunk_size(sequence, plan.budget)
-        wanted = self._blocks_for(sequence.num_computed + num_tokens) - len(hits)
+        held = len(sequence.block_table)
+        wanted = self._blocks_for(sequence.num_computed + num_tokens) - held
         sequence.block_table.extend(self.pool.allocate(wanted))
-        plan.starts.append(_row_start(sequence))
-        self._plan_chunk(sequence, num_tokens, plan)
+        plan.starts.append(row_start(sequence))
+        plan.add(sequence, num_tokens)
         return True
+
+    def _twin(self, sequence: Sequence) -> Sequence | None:
+        """A running sequence that began with all these tokens and whose last block is worth a copy.
+
+        It may still be reading them. None too if whole blocks are all there is to share.
+        """
+        num_shared = sequence.num_tokens - 1
+        num_full, rest = divmod(num_shared, self.config.block_size)
+        if not rest:
+            return None
+        start = num_full * self.config.block_size
+        tail = sequence.token_ids[start:]
+        parent = sequence.parent_key(num_full)
+        for other in self._running:
+            if (
+                other.num_tokens >= sequence.num_tokens
+                and other.parent_key(num_full) == parent
+                and other.token_ids[start : start + len(tail)] == tail
+            ):
+                return other
+        return None
+
+    def _copy_last_block(self, twin: Sequence, sequence: Sequence, plan: Plan) -> None:
+        index, rest = divmod(sequence.num_tokens - 1, self.config.block_size)
+        if index != len(sequence.block_table) or not rest:
+            return  # a block before it has been evicted or never published
+        (block_id,) = self.pool.allocate(1)
+        plan.copies.append((twin.block_table[index], block_id))
+        sequence.block_table.append(block_id)
+        sequence.num_computed = sequence.num_tokens - 1
 
     def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
         """The whole known sequence fits, and what runs can still grow for a while.
@@ -262,26 +336,11 @@ class Scheduler:
         """
         tokens = sequence.num_tokens + 1
         if _is_protected(sequence):
-            tokens = self._final_tokens(sequence)
+            tokens = max(tokens, self._final_tokens(sequence))
         new_blocks = self._blocks_for(tokens) - len(hits)
         idle_hits = sum(1 for block_id in hits if self.pool.is_idle(block_id))
         headroom = self._headroom() if self._running else 0
         return new_blocks + idle_hits + headroom <= self.pool.num_free - self._num_reserved()
-
-    def _plan_chunk(self, sequence: Sequence, num_tokens: int, plan: _Plan) -> None:
-        new_blocks = tuple(sequence.block_table[sequence.num_sent_blocks :])
-        sequence.num_sent_blocks = len(sequence.block_table)
-        plan.chunks.append(
-            Chunk(
-                row=sequence.row,
-                start=sequence.num_computed,
-                num_tokens=num_tokens,
-                new_blocks=new_blocks,
-                samples=sequence.num_computed + num_tokens == sequence.num_tokens,
-            )
-        )
-        plan.sequences.append(sequence)
-        plan.budget -= num_tokens
 
     def _chunk_size(self, sequence: Sequence, budget: int) -> int:
         cap = self.config.prefill_chunk or budget
@@ -302,6 +361,11 @@ class Scheduler:
                 advances.append(Advance(sequence, (), finish_reason="error", error=error))
                 continue
             ids = result.token_ids[index]
+            if chunk.draft_ids and sequence.drafter is not None:
+                num_tokens = sequence.num_tokens + len(ids)
+                sequence.drafter.record(len(chunk.draft_ids), len(ids) - 1, num_tokens)
+            prompt_end = sequence.request.num_prompt_tokens
+            self.num_prompt_tokens += max(min(chunk.num_tokens, prompt_end - chunk.start), 0)
             sequence.num_computed += chunk.num_tokens + max(len(ids) - 1, 0)
             if ids:
                 logprobs = result.logprobs[index] if result.logprobs else ()
@@ -309,6 +373,29 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._publish(sequence)
         return advances
+
+    def observe(self, batch: Batch, duration_s: float) -> None:
+        """The runner took this long for the batch; later chunks are sized by it."""
+        num_decodes = sum(chunk.samples and chunk.num_tokens == 1 for chunk in batch.chunks)
+        num_rows = sum(chunk.num_tokens for chunk in batch.chunks)
+        self._step_time.observe(num_decodes, num_rows - num_decodes, duration_s)
+
+    def drop_unservable(self) -> list[Advance]:
+        """Nothing could be scheduled. If nothing ever can, end the sequence in the way.
+
+        That happens only when the pool shrank below what was promised to a sequence.
+        """
+        if self._running and all(_is_protected(sequence) for sequence in self._running):
+            blocked = self._running[-1]
+        elif not self._running and self._waiting:
+            blocked = min(self._waiting, key=lambda seq: _turn(seq, Counter()))
+            if self._fits(blocked, self._find_prefix(blocked)):
+                return []
+        else:
+            return []
+        self._finish(blocked)
+        error = Unservable(blocked.num_tokens + 1, self.max_sequence_tokens)
+        return [Advance(blocked, (), finish_reason="error", error=str(error))]
 
     def fail(self, step: int, error: str) -> list[Advance]:
         """The step raised: its sequences end with this error. Nothing of it was published."""
@@ -383,7 +470,7 @@ class Scheduler:
         """Blocks that a running sequence fills from tokens it knows already."""
         keys: set[bytes | None] = set()
         for sequence in self._running:
-            if sequence.num_left > 1:
+            if sequence.num_left > 1 and sequence.num_published < len(sequence.block_keys):
                 keys.update(sequence.block_keys[sequence.num_published :])
         return keys
 
@@ -427,6 +514,7 @@ class Scheduler:
         self._give_back(sequence)
         sequence.num_computed = sequence.num_published = 0
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         sequence.status = Status.WAITING
         self._waiting.append(sequence)
 
@@ -481,17 +569,3 @@ def _turn(sequence: Sequence, held: Counter[str]) -> tuple[int, bool, int, float
     request = sequence.request
     is_fresh = sequence.num_preemptions == 0
     return (request.priority, is_fresh, held[request.client], sequence.arrived_at)
-
-
-def _row_start(sequence: Sequence) -> RowStart:
-    request = sequence.request
-    return RowStart(
-        row=sequence.row,
-        token_ids=tuple(sequence.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.sampling,
-        seed=request.seed,
-        stop_ids=request.stop_ids,
-        adapter=request.adapter,
-        grammar=request.grammar,
-    )

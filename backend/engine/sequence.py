@@ -19,6 +19,7 @@ from typing import Any
 
 from ..protocol import SamplingParams
 from .block_pool import block_key
+from .drafts import Drafter
 
 
 class Status(enum.Enum):
@@ -69,7 +70,7 @@ class Sequence:
         self.status = Status.WAITING
         self.row = -1
         self.num_sent_blocks = 0  # of the table, already told to the runner
-        self.is_new_to_runner = True
+        self.drafter: Drafter | None = None
 
         # What is reported at the end.
         self.num_cached_tokens = 0
@@ -103,6 +104,10 @@ class Sequence:
     def num_left(self) -> int:
         """Tokens known and not yet computed; at least 1 while the sequence is alive."""
         return len(self.token_ids) - self.num_computed
+
+    def parent_key(self, num_blocks: int) -> bytes:
+        """Names the first `num_blocks` full blocks, and whose cache they belong to."""
+        return self.block_keys[num_blocks - 1] if num_blocks else self._root
 
     def append(self, token_id: int) -> None:
         """A token was generated. Names the block that it fills."""

@@ -32,6 +32,12 @@ class FakeRunner:
 
     def execute(self, batch: Batch) -> StepResult:
         self.batches.append(batch)
+        for row in batch.releases:
+            del self.tables[row], self.tokens[row]
+        for source, target in batch.copies:
+            size = self.block_size
+            held = self.slots[source * size : (source + 1) * size]
+            self.slots[target * size : (target + 1) * size] = held
         for start in batch.starts:
             self.tables[start.row] = []
             self.tokens[start.row] = list(start.token_ids)
@@ -40,23 +46,33 @@ class FakeRunner:
         written: set[int] = set()
         return StepResult(batch.step, tuple(self._run(chunk, written) for chunk in batch.chunks))
 
+    def next_id(self, token_ids: Sequence[int]) -> int:
+        """The model; a test may put another in its place."""
+        return next_id(token_ids, self.vocab_size)
+
     def _run(self, chunk: Chunk, written: set[int]) -> tuple[int, ...]:
         table = self.tables[chunk.row]
         table.extend(chunk.new_blocks)
         tokens = self.tokens[chunk.row]
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+        end = chunk.start + chunk.num_tokens
+        ids = (*tokens[chunk.start : end], *chunk.draft_ids)
+        for position, token_id in enumerate(ids, chunk.start):
             slot = self._slot(table, position)
             assert slot not in written, "two rows write one slot"
             written.add(slot)
-            self.slots[slot] = tokens[position]
+            self.slots[slot] = token_id
         if not chunk.samples:
             return ()
-        end = chunk.start + chunk.num_tokens
-        seen = [self.slots[self._slot(table, position)] for position in range(end)]
-        assert seen == tokens[:end], "the cache does not hold the sequence's tokens"
-        token_id = next_id(tokens[:end], self.vocab_size)
-        tokens.append(token_id)
-        return (token_id,)
+        assert end == len(tokens), "a chunk that samples ends with the last known token"
+        drawn: list[int] = []
+        for draft in (*chunk.draft_ids, None):
+            seen = [self.slots[self._slot(table, position)] for position in range(len(tokens))]
+            assert seen == tokens, "the cache does not hold the sequence's tokens"
+            drawn.append(self.next_id(tokens))
+            tokens.append(drawn[-1])
+            if draft != drawn[-1]:
+                break
+        return tuple(drawn)
 
     def _slot(self, table: Sequence[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
