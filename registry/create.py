@@ -1,0 +1,210 @@
+"""Making a model out of others: new settings over old files, or files that were uploaded.
+
+    from      an existing model: its files are shared, its settings inherited and replaced
+    files     uploaded blobs by file name: a GGUF, or a safetensors folder
+
+Blocking, and brief: nothing is copied. The result is written in one step, so that a wrong request
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .build import inspect_fetched, make_manifest
+from .details import role_of
+from .errors import BadModelFile, BadRequest, DigestMismatch, ModelNotFound, Unsupported
+from .formats import gguf
+from .manifest import Manifest, ManifestFile, is_digest, is_safe_file_name
+from .modelfile import Modelfile, checked_parameter, parse
+from .names import ModelName
+from .pull import name_from_path
+from .sources.base import Fetched
+from .sources.local import take_local
+from .store import ModelStore
+
+OnStatus = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateRequest:
+    """What to make. None leaves what the parent has."""
+
+    name: ModelName
+    base: str | None = None  # a model's name, or an absolute path on this machine
+    files: Mapping[str, str] = field(default_factory=dict)  # relative path -> sha256:<hex>
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None  # Jinja or Go syntax
+    system: str | None = None
+    licenses: Sequence[str] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] | None = None
+    quantize: str | None = None
+
+
+def request_of_modelfile(name: ModelName, content: bytes | str, folder: Path) -> CreateRequest:
+    """What a Modelfile asks for. Paths in it count from `folder`. Raises BadRequest."""
+    found = parse(content)
+    if len(found.bases) > 1 or found.draft or found.adapters:
+        raise Unsupported("llmd takes one FROM, no ADAPTER and no DRAFT in a Modelfile yet")
+    return CreateRequest(
+        name=name,
+        base=_base_of(found, folder),
+        template=found.template,
+        system=found.system,
+        licenses=found.licenses,
+        params=found.params,
+        messages=found.messages or None,
+    )
+
+
+def _base_of(found: Modelfile, folder: Path) -> str:
+    base = found.bases[0]
+    path = (folder / Path(base).expanduser()).resolve()
+    is_path = base.startswith((".", "/", "~")) or path.exists()
+    return str(path) if is_path else base
+
+
+def missing_parent(store: ModelStore, request: CreateRequest) -> ModelName | None:
+    """The model that must be pulled before `create` can work; None if nothing is missing."""
+    if request.base is None or Path(request.base).is_absolute():
+        return None
+    name = ModelName.parse(request.base)
+    return None if store.find(name) is not None else name
+
+
+def create(
+    store: ModelStore, request: CreateRequest, on_status: OnStatus = lambda status: None
+) -> Manifest:
+    """Make the model and put it into the store, replacing one of that name. Blocking.
+
+    Raises BadRequest, ModelNotFound, Unsupported or BadModelFile; the store is then unchanged.
+    """
+    if request.quantize:
+        raise Unsupported(
+            f"quantizing to {request.quantize} on create is not supported; pull a GGUF of that "
+            f"quantization"
+        )
+    if request.adapters:
+        raise Unsupported("adapters are not supported")
+    settings = {name: checked_parameter(name, value) for name, value in request.params.items()}
+    base = _start(store, request, on_status)
+    for file in base.files:
+        on_status(f"using existing layer sha256:{file.digest}")
+    manifest = replace(
+        base,
+        name=request.name,
+        modified=datetime.now(UTC),
+        system=request.system if request.system is not None else base.system,
+        params={**base.params, **settings},
+        messages=request.messages if request.messages is not None else base.messages,
+        license="\n\n".join(filter(None, [base.license, *request.licenses])) or None,
+    )
+    if request.template is not None:
+        manifest = with_template(manifest, request.template)
+    on_status("writing manifest")
+    manifest = store.put(manifest)
+    on_status("success")
+    return manifest
+
+
+def with_template(manifest: Manifest, text: str) -> Manifest:
+    """The model with this prompt template, whichever of the two languages it is written in."""
+    if "{%" in text or "{#" in text:
+        return replace(manifest, template=text, go_template=None)
+    return replace(manifest, template=None, go_template=text)
+
+
+def _start(store: ModelStore, request: CreateRequest, on_status: OnStatus) -> Manifest:
+    """The model before the request's own settings are laid over it."""
+    if request.files:
+        files = tuple(_uploaded(store, name, digest) for name, digest in request.files.items())
+        on_status("parsing GGUF" if len(files) == 1 else "reading model files")
+        fetched = Fetched(files, "created here")
+        return make_manifest(request.name, fetched, inspect_fetched(store, fetched))
+    if request.base is None:
+        raise BadRequest("neither 'from' or 'files' was specified")
+    path = Path(request.base)
+    if path.is_absolute():
+        on_status(f"reading {path.name}")
+        fetched = take_local(store, path)
+        name = name_from_path(path)
+        return make_manifest(name, fetched, inspect_fetched(store, fetched))
+    parent = store.get(ModelName.parse(request.base))
+    return replace(parent, parent=parent.name.display)
+
+
+def _uploaded(store: ModelStore, name: str, digest: str) -> ManifestFile:
+    if not is_safe_file_name(name):
+        raise BadRequest("file path must be relative")
+    plain = checked_digest(digest)
+    if not store.has_blob(plain):
+        raise ModelNotFound(name, f"blob sha256:{plain} of {name} was not uploaded")
+    path = store.blob_path(plain)
+    role = role_of(name)
+    if role is None:
+        try:
+            is_model = gguf.is_gguf(path)
+        except OSError as error:
+            raise BadModelFile(f"{name} cannot be read: {error.strerror}") from None
+        if not is_model:
+            raise BadRequest(f"unknown type: {name} is neither GGUF nor a file of a model folder")
+        role = "weights"
+    return ManifestFile(name, role, plain, path.stat().st_size)
+
+
+def checked_digest(text: str) -> str:
+    """The 64 hex digits of "sha256:<hex>" or "sha256-<hex>". Raises BadRequest."""
+    plain = text.removeprefix("sha256:").removeprefix("sha256-").lower()
+    if not is_digest(plain) or plain == text:
+        raise BadRequest("invalid digest format")
+    return plain
+
+
+class BlobUpload:
+    """One uploaded blob: written in pieces, hashed as they come, moved into the store at the end.
+
+        with BlobUpload(store, "sha256:...") as upload:
+            upload.write(piece)
+            upload.finish()
+
+    Leaving the block without `finish` deletes what was written.
+    """
+
+    def __init__(self, store: ModelStore, digest: str) -> None:
+        """Raises BadRequest if the digest is none."""
+        self.digest = checked_digest(digest)
+        self._store = store
+        self._hash = hashlib.sha256()
+        self._path = store.temp / secrets.token_hex(8)
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> BlobUpload:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def write(self, piece: bytes) -> None:
+        """Add a piece. Blocking, as disks are."""
+        assert self._file is not None, "used outside its block"
+        self._hash.update(piece)
+        self._file.write(piece)
+
+    def finish(self) -> str:
+        """Put the blob in its place; returns its digest. Raises DigestMismatch."""
+        assert self._file is not None, "used outside its block"
+        self._file.flush()
+        found = self._hash.hexdigest()
+        if found != self.digest:
+            raise DigestMismatch(self.digest, found, "the uploaded blob")
+        return self._store.add_blob(self._path, found, is_verified=True)
