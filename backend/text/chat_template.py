@@ -35,7 +35,9 @@ Message = Mapping[str, Any]
 
 # A rendered prompt is a small multiple of its messages. Beyond this it is a runaway loop.
 MAX_OUTPUT_CHARS = 64_000_000
+MAX_ROUNDS = 2_000_000  # of all loops together: seconds, where real templates take thousands
 _MAX_REPEATED = 1_000_000  # what `*` may make of a string or list
+_ROUNDS = "rounds_of_all_loops"  # a variable that each rendering brings
 _CONTINUE_MARK = "\ufdd2"  # a code point that Unicode keeps from ever being a character
 
 _PROBE_TOOL = {
@@ -72,6 +74,10 @@ _THINKING_TAGS = ("<think>", "[THINK]", "<|channel>thought", "<|channel|>analysi
 
 class TemplateError(Exception):
     """The template cannot render this conversation, or is none. The text says why."""
+
+
+class _Runaway(TemplateError):
+    """It was stopped. Another form of the conversation would not help."""
 
 
 class ChatTemplate:
@@ -169,6 +175,8 @@ class ChatTemplate:
         try:
             if str(_PROBE_QUESTION["content"]) in self._rendered(asked, variables):
                 return False
+        except _Runaway:
+            raise
         except TemplateError:
             pass  # it wants something else than a string; parts may be it
         try:
@@ -188,6 +196,8 @@ class ChatTemplate:
             for tools in [variables["tools"]] if variables["tools"] else [None, []]:
                 try:
                     return self._rendered(spelt, {**variables, "tools": tools})
+                except _Runaway:
+                    raise
                 except TemplateError as error:
                     refusal = refusal or error
         assert refusal is not None, "there is always a first form"
@@ -199,10 +209,11 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            for piece in template.generate(messages=list(messages), **variables):
+            counted = {_ROUNDS: _Rounds()}
+            for piece in template.generate(messages=list(messages), **variables, **counted):
                 size += len(piece)
                 if size > MAX_OUTPUT_CHARS:
-                    raise TemplateError(f"its output exceeds {MAX_OUTPUT_CHARS} characters")
+                    raise _Runaway(f"its output exceeds {MAX_OUTPUT_CHARS} characters")
                 pieces.append(piece)
         except TemplateError:
             raise
@@ -323,6 +334,28 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if too_much or (operator == "**" and any(abs(count) > 1024 for count in counts)):
             raise jinja2.exceptions.SecurityError(f"the result of {operator!r} is too large")
         return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """The template, in which every loop counts its rounds."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(jinja2.nodes.For):
+            rounds = jinja2.nodes.Name(_ROUNDS, "load")
+            # A sum, not a call: the sandbox checks every call, which costs more than most rounds.
+            count = jinja2.nodes.Add(rounds, jinja2.nodes.Const(1))
+            loop.body.insert(0, jinja2.nodes.ExprStmt(count).set_lineno(loop.lineno))
+        return tree
+
+
+class _Rounds:
+    """How often the loops of one rendering went round."""
+
+    def __init__(self) -> None:
+        self._num_rounds = 0
+
+    def __add__(self, more: int) -> None:
+        self._num_rounds += more
+        if self._num_rounds > MAX_ROUNDS:
+            raise _Runaway(f"its loops go round more than {MAX_ROUNDS} times")
 
 
 class _GenerationTag(jinja2.ext.Extension):

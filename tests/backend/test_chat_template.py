@@ -93,6 +93,10 @@ def test_the_date_is_that_of_today() -> None:
         ("{{ 'a' * 10 ** 9 }}", "too large"),
         ("{{ range(10 ** 8) }}", "too big"),
         (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 2000000 times",
+        ),
+        (
             "{% for i in range(90000) %}{% for j in range(90000) %}"
             + "x" * 999
             + "{% endfor %}{% endfor %}",
