@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from .details import Details, inspect_model
+from .details import Details, inspect_model, with_template
+from .errors import BadRequest, Unsupported
+from .go_template import to_jinja
 from .manifest import Manifest
 from .names import ModelName
 from .sources.base import Fetched
 from .sources.local import OnHashed, take_local
 from .store import ModelStore
+
+log = logging.getLogger("llmd.registry.build")
 
 
 def inspect_fetched(store: ModelStore, fetched: Fetched) -> Details:
@@ -24,6 +29,10 @@ def inspect_fetched(store: ModelStore, fetched: Fetched) -> Details:
 
 def make_manifest(name: ModelName, fetched: Fetched, details: Details) -> Manifest:
     """The manifest of these files; what came with them wins over what is inside them."""
+    template = fetched.template or _translated(fetched)
+    capabilities = details.capabilities
+    if template is not None:
+        capabilities = with_template(capabilities, template)
     return Manifest(
         name=name,
         modified=datetime.now(UTC),
@@ -34,9 +43,9 @@ def make_manifest(name: ModelName, fetched: Fetched, details: Details) -> Manife
         quantization=details.quantization,
         context_length=details.context_length,
         embedding_length=details.embedding_length,
-        capabilities=details.capabilities,
+        capabilities=capabilities,
         files=fetched.files,
-        template=fetched.template,
+        template=template,
         go_template=fetched.go_template,
         system=fetched.system,
         params=fetched.params,
@@ -44,6 +53,17 @@ def make_manifest(name: ModelName, fetched: Fetched, details: Details) -> Manife
         license=fetched.license or details.license,
         source=fetched.source,
     )
+
+
+def _translated(fetched: Fetched) -> str | None:
+    """Its Go template as Jinja; None, and a word in the log, where the model's own must do."""
+    if fetched.go_template is None:
+        return None
+    try:
+        return to_jinja(fetched.go_template)
+    except (BadRequest, Unsupported) as error:
+        log.warning("go template left out", extra={"source": fetched.source, "reason": str(error)})
+        return None
 
 
 def import_local(

@@ -19,8 +19,10 @@ from typing import Any, BinaryIO
 
 from .build import inspect_fetched, make_manifest
 from .details import role_of
+from .details import with_template as capabilities_with
 from .errors import BadModelFile, BadRequest, DigestMismatch, ModelNotFound, Unsupported
 from .formats import gguf
+from .go_template import to_jinja
 from .manifest import Manifest, ManifestFile, is_digest, is_safe_file_name
 from .modelfile import Modelfile, checked_parameter, parse
 from .names import ModelName
@@ -115,10 +117,18 @@ def create(
 
 
 def with_template(manifest: Manifest, text: str) -> Manifest:
-    """The model with this prompt template, whichever of the two languages it is written in."""
-    if "{%" in text or "{#" in text:
-        return replace(manifest, template=text, go_template=None)
-    return replace(manifest, template=None, go_template=text)
+    """The model with this prompt template, whichever of the two languages it is written in.
+
+    Raises BadRequest("template error: ...") or Unsupported for Go text without a translation.
+    """
+    is_jinja = "{%" in text or "{#" in text
+    jinja = text if is_jinja else to_jinja(text)
+    return replace(
+        manifest,
+        template=jinja,
+        go_template=None if is_jinja else text,
+        capabilities=capabilities_with(manifest.capabilities, jinja),
+    )
 
 
 def _start(store: ModelStore, request: CreateRequest, on_status: OnStatus) -> Manifest:

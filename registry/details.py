@@ -213,6 +213,14 @@ def _capabilities(template: str, is_embedding: bool) -> list[str]:
     return found
 
 
+def with_template(capabilities: tuple[str, ...], template: str) -> tuple[str, ...]:
+    """The capabilities of a model whose own template is replaced by this Jinja text."""
+    if "completion" not in capabilities:
+        return capabilities
+    kept = [name for name in capabilities if name not in ("completion", "tools", "thinking")]
+    return (*_capabilities(template, is_embedding=False), *kept)
+
+
 def read_json_object(path: Path, name: str) -> dict[str, Any]:
     """Raises BadModelFile, with this name, if the file is too large, or no JSON object."""
     try:

@@ -182,6 +182,7 @@ def test_a_modelfile_names_paths_beside_it_and_models_elsewhere(
         ({"files": {"m.gguf": "sha256:" + "0" * 64}}, ModelNotFound, "was not uploaded"),
         ({"base": "b", "params": {"zoom": 1}}, BadRequest, "unknown parameter 'zoom'"),
         ({"base": "b", "params": {"stop": [1]}}, BadRequest, "stop must be text"),
+        ({"base": "mine", "template": "{{ if }}"}, BadRequest, "^template error: missing value"),
         ({"base": "b", "quantize": "Q4_K_M"}, Unsupported, "quantizing to Q4_K_M"),
         ({"base": "b", "adapters": {"a": "b"}}, Unsupported, "adapters"),
     ],
@@ -193,6 +194,15 @@ def test_a_wrong_request_changes_nothing(
     with pytest.raises(error, match=reason):
         create(store, CreateRequest(ModelName.parse("mine"), **changes))  # type: ignore[arg-type]
     assert store.list() == [old]
+
+
+def test_a_go_template_is_kept_and_translated(store: ModelStore) -> None:
+    make.stored_model(store, "base")
+    go = "{{ range .Messages }}{{ .Content }}{{ end }}{{ range .Tools }}{{ . }}{{ end }}"
+    manifest = create(store, CreateRequest(ModelName.parse("child"), base="base", template=go))
+    assert manifest.go_template == go
+    assert manifest.template is not None and "{% for" in manifest.template
+    assert manifest.capabilities == ("completion", "tools")
 
 
 def test_a_file_of_no_known_type_is_refused(store: ModelStore) -> None:

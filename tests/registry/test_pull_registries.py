@@ -68,6 +68,7 @@ def test_a_bare_name_comes_from_the_registry_with_all_its_settings(
     (file,) = manifest.files
     assert (file.role, file.digest) == ("weights", digest_of(usual_layers()[0][1]))
     assert manifest.go_template == GO_TEMPLATE
+    assert manifest.template is not None and "go_turn" in manifest.template
     assert manifest.system == "You are tiny."
     assert manifest.params == {"stop": ["</s>"], "temperature": 0.5}
     assert list(manifest.messages) == [{"role": "user", "content": "hi"}]
