@@ -66,6 +66,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    *,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of this step's tokens to all cached tokens of their own sequence.
 
@@ -78,7 +82,8 @@ def paged_attention(
     softcap       scores become softcap * tanh(score / softcap)
     sinks         [Hq]: one more logit per head, in the softmax's denominator alone
 
-    The i-th of a sequence's n rows has the position seq_len - n + i. Returns [T, Hq, D].
+    The i-th of a sequence's n rows has the position seq_len - n + i. Returns [T, Hq, D]. The last
+    three arguments are of use to a fast form alone.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]

@@ -44,6 +44,8 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    *,
+    has_filters: bool = True,
 ) -> Tensor:
     """One token id per row, int64 [B].
 
@@ -51,6 +53,8 @@ def sample(
     temperature  [B] fp32; 0 is argmax, the lowest id among equals
     top_k        [B] int32, <= 0 is off; top_p [B] fp32, 1 is off; min_p [B] fp32, 0 is off
     seeds        [B] int64; positions [B] int64: of the token that is drawn
+
+    has_filters  False: the host knows that no row has a filter; a fast form then saves a pass
 
     Filters see the softmax at temperature 1, in the order top_k, top_p, min_p; each sees what the
     one before it left, renormalised. Temperature comes last.

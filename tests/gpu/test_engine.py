@@ -1,0 +1,34 @@
+"""The whole engine on the Triton kernels gives the tokens of the torch path."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmd.backend.engine.engine import Engine
+
+from ..backend.gpu_streams import TORCH, TRITON, make_engine, make_runner, requests, run
+from ..backend.tiny_checkpoint import TinyCheckpoint
+from .shapes import DEVICE, IS_FULL
+
+if DEVICE != "cpu":
+    pytest.skip("these streams are compared on the CPU", allow_module_level=True)
+
+MODELS = {"plain": {}, "qk-norm": {"qk_norm": True}, "4 bits": {"bits": 4}, "8 bits": {"bits": 8}}
+COUNT, MAX_TOKENS = (4, 6) if IS_FULL else (3, 3)
+
+
+@pytest.mark.parametrize("name", MODELS if IS_FULL else ["qk-norm", "4 bits"])
+def test_mixed_chunked_preempted_and_cached_tokens_are_those_of_torch(name: str) -> None:
+    checkpoint = TinyCheckpoint(**MODELS[name])  # type: ignore[arg-type]
+    wanted = requests(COUNT, MAX_TOKENS)
+    expected = run(make_engine(make_runner(checkpoint, TORCH)), wanted)
+
+    def preempt(engine: Engine, step: int) -> None:
+        if step == 3:
+            assert engine.force_preempt("1")
+
+    engine = make_engine(make_runner(checkpoint, TRITON), prefill_chunk=24)
+    assert run(engine, wanted, preempt) == expected
+    assert run(engine, wanted[:1]) == {"0": expected["0"]}
+    assert engine.stats().cached_tokens > 0
+    assert engine.stats().preemptions == 1
