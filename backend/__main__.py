@@ -6,17 +6,31 @@ stream of messages. What is printed goes to stderr, the log.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def main() -> int:
     """Serve one model until stdin ends. Exit code 0 after a Shutdown, 1 after a failure."""
+    die_with_parent()
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     from .worker import serve  # torch comes with it, hence after the move
 
     return serve(sys.stdin.buffer, messages)
+
+
+def die_with_parent() -> None:
+    """On Linux the kernel ends this process with the daemon, even in the middle of a load.
+
+    Elsewhere, and if the daemon is gone already, the end of stdin does.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,8 @@ log = logging.getLogger("llmd.failover")
 
 MAX_RESUMPTIONS = 1
 
+T = TypeVar("T")
+
 
 class _Told:
     """What the reader of one stream has."""
@@ -32,7 +35,6 @@ class _Told:
         self.num_text = 0
         self.num_thinking = 0
         self.num_calls = 0
-        self.num_logprobs = 0
         # How much of a repeated stream is still to be dropped.
         self._skip_text = self._skip_thinking = self._skip_calls = self._skip_ids = 0
 
@@ -99,6 +101,19 @@ async def resumed(
             log.warning("%s; going on after %d tokens", death, len(told.token_ids))
             request = told.resume(request)
             worker = await replacement()
+
+
+async def retried(
+    worker: WorkerProcess,
+    ask: Callable[[WorkerProcess], Awaitable[T]],
+    replacement: Callable[[], Awaitable[WorkerProcess]],
+) -> T:
+    """The answer to a request that is answered at once; asked again, once, if the worker dies."""
+    try:
+        return await ask(worker)
+    except WorkerDied as death:
+        log.warning("%s; asking again", death)
+        return await ask(await replacement())
 
 
 def _is_news(delta: Delta) -> bool:

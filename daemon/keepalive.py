@@ -13,6 +13,7 @@ Owner: ModelManager, on the event loop. Times in seconds of a monotonic clock.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -79,9 +80,14 @@ class KeepAlive:
         """Idle models whose time is up."""
         return [key for key, hold in self._idle() if hold.expires_at <= now]
 
-    def next_expiry(self) -> float | None:
-        """When `expired` will next name one; None: not unless something happens."""
-        times = [hold.expires_at for _, hold in self._idle() if hold.expires_at < math.inf]
+    def next_expiry(self, counts: Callable[[str], bool] = lambda key: True) -> float | None:
+        """When `expired` will next name one for which `counts` holds; None: not unless something
+        happens."""
+        times = [
+            hold.expires_at
+            for key, hold in self._idle()
+            if hold.expires_at < math.inf and counts(key)
+        ]
         return min(times, default=None)
 
     def by_age(self) -> list[str]:

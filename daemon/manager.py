@@ -9,8 +9,12 @@ A request for a ready model takes the upper path and waits for nothing. Loads of
 run side by side; only the decision who fits is made one at a time. Two who ask for the same model
 share one load, and one who leaves does not end it for the other.
 
-A worker that dies is forgotten at once: the next lease loads again. A model whose load failed is
-tried again by the next request, but not by a crowd at the same moment.
+A worker that dies is forgotten at once: the next lease loads again, and who was being answered goes
+on there (failover.py). A model that keeps dying is held off for a while (holdoff.py). A model whose
+load failed is tried again by the next request, but not by a crowd at the same moment.
+
+An entry leaves in two parts: `_leave` marks it, within the tick that found it idle, and only then
+is anything awaited. So nobody can be given a worker that was chosen to go.
 
 Owner: the event loop's thread. State: `_entries` and the KeepAlive; nobody else changes them.
 """
@@ -45,9 +49,10 @@ from ..registry.names import ModelName
 from ..registry.store import ModelStore
 from . import devices
 from .errors import DaemonError, NoMemory, ServerBusy
-from .failover import resumed
+from .failover import resumed, retried
+from .holdoff import HoldOff
 from .keepalive import KeepAlive
-from .placement import Resident, estimate_bytes, place
+from .placement import Resident, Verdict, estimate_bytes, place
 from .settings import Settings
 from .worker_process import Progress, State, WorkerProcess, worker_command
 
@@ -94,6 +99,7 @@ class _Entry:
         self.worker: WorkerProcess | None = None
         self.num_waiting = 0
         self.listeners: list[Progress] = []
+        self.has_room = False  # counts against the memory: it was decided that it fits
         self.is_leaving = False  # being unloaded: whoever comes now waits, then loads afresh
         self.has_left = asyncio.Event()
 
@@ -140,11 +146,13 @@ class Lease:
 
     async def embed(self, request: Embed) -> Embedded:
         """Raises RequestFailed, WorkerDied."""
-        return await self.worker.embed(request)
+        return await retried(self.worker, lambda worker: worker.embed(request), self._replacement)
 
     async def tokenize(self, request: Tokenize) -> Tokenized:
         """Raises RequestFailed, WorkerDied."""
-        return await self.worker.tokenize(request)
+        return await retried(
+            self.worker, lambda worker: worker.tokenize(request), self._replacement
+        )
 
 
 class ModelManager:
@@ -156,15 +164,18 @@ class ModelManager:
         store: ModelStore,
         spawn: Spawn | None = None,
         clock: Callable[[], float] = time.monotonic,
+        available_bytes: Callable[[], int] = devices.available_memory_bytes,
     ) -> None:
         self._settings = settings
         self._store = store
         self._spawn = spawn or self._spawn_worker
         self._clock = clock
+        self._available_bytes = available_bytes
         self._limit_bytes = settings.memory_limit_bytes or devices.default_limit_bytes()
         # All the mutable state.
         self._entries: dict[str, _Entry] = {}
         self._keep_alive = KeepAlive(settings.keep_alive_s)
+        self._hold_off = HoldOff()
         self._measured: dict[str, int] = {}  # bytes a model took the last time, by key
         self._room_lock = asyncio.Lock()  # who fits is decided one at a time, in order of arrival
         self._room_made = asyncio.Event()  # a model left, or a lease ended: look again
@@ -239,9 +250,17 @@ class ModelManager:
     def _begin_load(self, manifest: Manifest) -> _Entry:
         if self._is_closing:
             raise DaemonError("llmd is shutting down")
+        self._hold_off.raise_if_held(manifest.digest, manifest.name.display, self._clock())
         entry = _Entry(manifest, self._estimate(manifest))
         entry.task = asyncio.create_task(self._load(entry), name=f"load {manifest.name.display}")
+        # Before the load's first step runs: two who come in the same tick share it.
+        self._entries[entry.key] = entry
+        entry.task.add_done_callback(lambda task: self._load_ended(entry, task))
         return entry
+
+    def _load_ended(self, entry: _Entry, task: asyncio.Task[WorkerProcess]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._forget(entry)
 
     async def _join(self, entry: _Entry, on_loading: Progress | None) -> WorkerProcess:
         assert entry.task is not None
@@ -251,8 +270,11 @@ class ModelManager:
         try:
             return await asyncio.shield(entry.task)
         except asyncio.CancelledError:
+            if entry.task.cancelled() and self._is_closing:
+                raise DaemonError("llmd is shutting down") from None
             if entry.num_waiting == 1 and not entry.task.done():
-                entry.task.cancel()  # the last who wanted it has left
+                entry.is_leaving = True  # the last who wanted it has left
+                entry.task.cancel()
             raise
         finally:
             entry.num_waiting -= 1
@@ -271,16 +293,16 @@ class ModelManager:
     # -------------------------------------------------------------------- load
 
     async def _load(self, entry: _Entry) -> WorkerProcess:
-        self._entries[entry.key] = entry
         try:
             await self._make_room(entry)
             load = self._load_message(entry.manifest)
             worker = await self._spawn(load, entry.tell)
-        except BaseException as error:
-            self._forget(entry)
-            if isinstance(error, Exception):
-                self._note(entry, "failed", str(error))
+        except Exception as error:
+            self._note(entry, "failed", str(error))
             raise
+        if entry.is_leaving:  # cancelled in the moment in which it was ready
+            await worker.kill()
+            raise asyncio.CancelledError
         entry.worker = worker
         self._measure(entry)
         self._note(entry, "loaded", f"{entry.size_bytes} bytes")
@@ -296,21 +318,15 @@ class ModelManager:
         async with self._room_lock:
             while True:
                 self._room_made.clear()
-                others = [other for other in self._entries.values() if other is not entry]
-                for other in others:
-                    self._measure(other)
-                verdict = place(
-                    entry.size_bytes,
-                    self._limit_bytes,
-                    [Resident(other.key, other.size_bytes) for other in others],
-                    [key for key in self._keep_alive.by_age() if key != entry.key],
-                    self._settings.max_loaded_models,
-                )
-                if verdict.fits:
-                    for key in verdict.evict:
-                        reason = f"least recently used, to make room for {_name(entry)}"
-                        await self._unload(self._entries[key], reason, drain_s=0)
+                verdict = self._verdict(entry)
+                if verdict.fits and not verdict.evict:
+                    entry.has_room = True
                     return
+                if verdict.fits:
+                    # One, then look again: while it goes, another may have found work.
+                    reason = f"least recently used, to make room for {_name(entry)}"
+                    await self._unload(self._entries[verdict.evict[0]], reason, drain_s=0)
+                    continue
                 if not verdict.must_wait:
                     raise NoMemory(
                         f"{_name(entry)} needs about {_gb(verdict.needed_bytes)} and llmd may use "
@@ -318,6 +334,38 @@ class ModelManager:
                         "smaller model"
                     )
                 await self._room_made.wait()
+
+    def _verdict(self, entry: _Entry) -> Verdict:
+        """Whether the entry fits now, as far as that can be told."""
+        others = [
+            other for other in self._entries.values() if other is not entry and other.has_room
+        ]
+        for other in others:
+            self._measure(other)
+        return place(
+            entry.size_bytes,
+            self._limit(sum(other.size_bytes for other in others if other.worker is not None)),
+            [Resident(other.key, other.size_bytes) for other in others],
+            [key for key in self._keep_alive.by_age() if self._is_idle(key)],
+            self._settings.max_loaded_models,
+        )
+
+    def _limit(self, used_bytes: int) -> int:
+        """What the models may use together: other programs' memory is not ours to take, unless
+        the person has set the limit."""
+        if self._settings.memory_limit_bytes:
+            return self._limit_bytes
+        return min(self._limit_bytes, used_bytes + self._available_bytes())
+
+    def _is_idle(self, key: str) -> bool:
+        """Loaded, and neither leased nor about to be."""
+        entry = self._entries.get(key)
+        return (
+            entry is not None
+            and entry.worker is not None
+            and entry.num_waiting == 0
+            and self._keep_alive.num_leases(key) == 0
+        )
 
     def _load_message(self, manifest: Manifest) -> Load:
         files = [
@@ -336,9 +384,8 @@ class ModelManager:
         )
 
     async def _spawn_worker(self, load: Load, on_loading: Progress | None) -> WorkerProcess:
-        return await WorkerProcess.start(
-            load, worker_command(), on_loading, self._settings.load_timeout_s
-        )
+        command = self._settings.worker_command or worker_command()
+        return await WorkerProcess.start(load, command, on_loading, self._settings.load_timeout_s)
 
     def _estimate(self, manifest: Manifest) -> int:
         if manifest.digest in self._measured:
@@ -362,7 +409,7 @@ class ModelManager:
         if entry is None:
             return
         self._keep_alive.expire_now(entry.key)
-        if self._keep_alive.num_leases(entry.key) == 0 and entry.worker is not None:
+        if self._is_idle(entry.key):
             await self._unload(entry, reason, drain_s=0)
 
     async def shutdown(self) -> None:
@@ -387,21 +434,26 @@ class ModelManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _unload(self, entry: _Entry, reason: str, drain_s: float) -> None:
+        self._leave(entry, reason, drain_s)
+        await entry.has_left.wait()
+
+    def _leave(self, entry: _Entry, reason: str, drain_s: float) -> None:
+        """From now on nobody is given this worker. `has_left` tells when it is gone."""
         if entry.is_leaving or entry.worker is None:
-            await entry.has_left.wait()
             return
         entry.is_leaving = True
         self._note(entry, "unloaded", reason)
-        await entry.worker.stop(drain_s)
-        await entry.has_left.wait()
+        self._start(entry.worker.stop(drain_s))
 
     async def _bury(self, entry: _Entry, worker: WorkerProcess) -> None:
         """When the worker is gone, however that came, so is the entry."""
         await worker.wait_dead()
         if not entry.is_leaving:
-            self._note(entry, "died", "the worker ended unexpectedly")
-            await worker.kill()  # reaps its tasks
+            why = str(worker.death())
+            self._note(entry, "died", why)
+            self._hold_off.died(entry.key, self._clock(), why)
         self._forget(entry)
+        await worker.kill()  # reaps its tasks
 
     def _forget(self, entry: _Entry) -> None:
         if self._entries.get(entry.key) is entry:
@@ -414,9 +466,8 @@ class ModelManager:
 
     def _expire(self) -> None:
         for key in self._keep_alive.expired(self._clock()):
-            entry = self._entries.get(key)
-            if entry is not None and entry.worker is not None and not entry.is_leaving:
-                self._start(self._unload(entry, "keep_alive is over", drain_s=0))
+            if self._is_idle(key):
+                self._leave(self._entries[key], "keep_alive is over", drain_s=0)
         self._schedule_expiry()
 
     def _schedule_expiry(self) -> None:
@@ -424,10 +475,14 @@ class ModelManager:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        expiry = self._keep_alive.next_expiry()
-        if expiry is not None and not self._is_closing and expiry > -math.inf:
+        expiry = self._keep_alive.next_expiry(self._is_staying)
+        if expiry is not None and not self._is_closing:
             delay = max(expiry - self._clock(), 0.01)
             self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _is_staying(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and not entry.is_leaving
 
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -478,9 +533,12 @@ class ModelManager:
     def check(self) -> None:
         """Assert the invariants."""
         self._keep_alive.check()
+        assert self._num_waiting >= 0
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.task is not None, f"{key} has neither a load nor a worker"
+            assert entry.worker is None or entry.has_room, f"{key} is loaded without room"
+            assert entry.num_waiting >= 0, f"{key}: {entry.num_waiting} wait"
             if entry.worker is not None:
                 entry.worker.check()
 

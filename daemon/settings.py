@@ -10,6 +10,7 @@ import ipaddress
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Settings:
     dtype: str = "auto"
     num_threads: int = 0  # of one worker; 0: the physical cores
     drain_s: float = 5.0  # how long running answers may go on at shutdown
+    worker_command: tuple[str, ...] = ()  # what starts a worker; empty: this interpreter's own
     origins: tuple[str, ...] = ()  # browser origins besides the built-in ones
     hosts: tuple[str, ...] = ()  # names in the Host header besides the machine's own
     api_keys: tuple[str, ...] = ()
@@ -81,6 +83,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         dtype=reader.get("DTYPE", _dtype, defaults.dtype),
         num_threads=reader.get("NUM_THREADS", _natural, 0),
         drain_s=reader.get("DRAIN", _load_timeout, defaults.drain_s),
+        worker_command=reader.get("WORKER_COMMAND", _command, ()),
         origins=reader.get("ORIGINS", _list, ()),
         hosts=reader.get("HOSTS", _list, ()),
         api_keys=reader.get("API_KEY", _list, ()),
@@ -103,7 +106,7 @@ class _Reader:
 
     def get(self, name: str, parse: Callable[[str], T], default: T) -> T:
         # The client libraries' OLLAMA_API_KEY is what *they* send, not what this server demands.
-        prefixes = PREFIXES[:1] if name in ("API_KEY", "HOSTS") else PREFIXES
+        prefixes = PREFIXES[:1] if name in ("API_KEY", "HOSTS", "WORKER_COMMAND") else PREFIXES
         for prefix in prefixes:
             text = self._environ.get(prefix + name, "").strip().strip("\"'").strip()
             if not text:
@@ -173,6 +176,10 @@ def _dtype(text: str) -> str:
     if text not in ("auto", "bfloat16", "float16", "float32"):
         raise ValueError("auto, bfloat16, float16 or float32 is expected")
     return text
+
+
+def _command(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
 
 
 def _list(text: str) -> tuple[str, ...]:

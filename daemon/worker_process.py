@@ -3,9 +3,10 @@
     start ──▶ LOADING ──Ready──▶ READY ──stop──▶ DRAINING ──▶ DEAD
                  └──Failed, silence, exit──▶ DEAD ◀──exit, silence───┘
 
-Death is seen at once: the end of the child's stdout. A child that is alive but says nothing for
-`silence_s` (it sends Stats every second) is taken for hung and killed. Either way every open stream
-gets WorkerDied, with the last lines of the log.
+Death is seen at once: the end of the child's stdout. A ready child that is alive but says nothing
+for `silence_s` (it sends Stats every second, but one step of a large model may take longer) is
+taken for hung and killed; one that was stopped by a signal, much sooner. Either way every open
+stream gets WorkerDied, with the last lines of the log.
 
 The child ends by itself when its stdin ends, and on Linux by a signal of the kernel when the daemon
 dies; so a daemon that is killed leaves no worker.
@@ -30,6 +31,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import msgspec
+import psutil
 
 from ..backend import protocol
 from ..backend.protocol import (
@@ -57,7 +59,9 @@ log = logging.getLogger("llmd.worker_process")
 MAX_LINE_BYTES = 2**28  # a prompt of a million ids is 8 MB; beyond this the child is out of order
 LOG_LINES_KEPT = 50
 LOG_LINES_TOLD = 3  # of them, in an error
-SILENCE_S = 10.0  # ten missing signs of life
+SILENCE_S = 30.0  # without a sign of life; longer than any step
+STOPPED_SILENCE_S = 3.0  # the same for a process that the system says is stopped
+LAST_WORDS_S = 0.2  # how long the end of a dead child's log is waited for
 KILL_AFTER_S = 5.0  # from asking a child to end to killing it
 
 Answer = Started | Delta | Embedded | Tokenized
@@ -141,9 +145,10 @@ class WorkerProcess:
         self._on_loading: list[Progress] = []
         self._ids = itertools.count()
         self._died = asyncio.Event()
+        self._log_task = asyncio.create_task(self._read_log(), name=f"{name}: log")
         self._tasks = [
             asyncio.create_task(self._read_events(), name=f"{name}: events"),
-            asyncio.create_task(self._read_log(), name=f"{name}: log"),
+            self._log_task,
             asyncio.create_task(self._watch(), name=f"{name}: watchdog"),
         ]
 
@@ -248,7 +253,7 @@ class WorkerProcess:
     @contextlib.asynccontextmanager
     async def _mailbox(self, request: Generate | Embed | Tokenize) -> AsyncIterator[_Mailbox]:
         if self.state is State.DEAD:
-            raise self._death()
+            raise self.death()
         mailbox = self._mailboxes[request.id] = _Mailbox()
         try:
             await self._send(request)
@@ -280,8 +285,9 @@ class WorkerProcess:
         except (protocol.ProtocolError, ValueError) as error:
             log.error("%s speaks out of order: %s", self.name, error)
         finally:
-            self._kill_group()
+            self._kill_now()
             await self._process.wait()
+            await asyncio.wait([self._log_task], timeout=LAST_WORDS_S)
             self._end()
 
     def _take(self, event: protocol.Event) -> None:
@@ -320,7 +326,7 @@ class WorkerProcess:
     def _end(self) -> None:
         """The child is gone: tell everyone who waits."""
         self.state = State.DEAD
-        death = self._death()
+        death = self.death()
         for mailbox in list(self._mailboxes.values()):
             if not mailbox.is_over:
                 mailbox.put(death)
@@ -329,7 +335,8 @@ class WorkerProcess:
             self._is_loaded.exception()  # seen: whoever waits gets it, and maybe nobody does
         self._died.set()
 
-    def _death(self) -> DaemonError:
+    def death(self) -> DaemonError:
+        """What ended it, as those are told who waited for its answers."""
         if self._failure is not None:
             return self._failure
         code = self._process.returncode
@@ -351,15 +358,23 @@ class WorkerProcess:
                 log.info("%s: %s", self.name, line)
 
     async def _watch(self) -> None:
-        """A child without a sign of life is as good as dead."""
+        """A ready child without a sign of life is as good as dead."""
         while True:
-            await asyncio.sleep(self._silence_s / 4)
-            silent_s = time.monotonic() - self._last_sign
-            if silent_s > self._silence_s:
-                log.error("%s said nothing for %.0f s and is killed", self.name, silent_s)
-                self._log_lines.append(f"no sign of life for {silent_s:.0f} s; killed")
-                self._kill_group()
-                return
+            await asyncio.sleep(min(self._silence_s / 4, STOPPED_SILENCE_S / 2))
+            if self.state is not State.LOADING and self._is_hung():
+                await asyncio.sleep(0.05)  # if it was us who slept, its lines are read now
+                if self._is_hung():
+                    silent_s = time.monotonic() - self._last_sign
+                    self._log_lines.append(f"no sign of life for {silent_s:.1f} s; killed")
+                    log.error("%s: %s", self.name, self._log_lines[-1])
+                    self._kill_now()
+                    return
+
+    def _is_hung(self) -> bool:
+        silent_s = time.monotonic() - self._last_sign
+        if silent_s > self._silence_s:
+            return True
+        return silent_s > STOPPED_SILENCE_S and _is_stopped(self.pid)
 
     # -------------------------------------------------------------------- end
 
@@ -378,7 +393,7 @@ class WorkerProcess:
 
     async def kill(self) -> None:
         """End it now. Returns when it is gone and its tasks are over."""
-        self._kill_group()
+        self._kill_now()
         await self._died.wait()
         for task in self._tasks[1:]:
             task.cancel()
@@ -386,7 +401,7 @@ class WorkerProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    def _kill_group(self) -> None:
+    def _kill_now(self) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -395,3 +410,11 @@ class WorkerProcess:
         """Assert the invariants."""
         assert self.state is not State.READY or self.ready is not None
         assert self.state is not State.DEAD or self._died.is_set()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the system says that the process does not run."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False  # gone, which the end of its stdout tells
