@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .routes import (
     anthropic,
     completions,
+    creation,
     embeddings,
     models,
     native,
@@ -33,6 +34,7 @@ _DESCRIBED: Sequence[Route] = (
     *system.ROUTES,
     *native.ROUTES,
     *models.ROUTES,
+    *creation.ROUTES,
     *embeddings.ROUTES,
     *openai.ROUTES,
     *completions.ROUTES,

@@ -182,7 +182,7 @@ async def pull(call: Call) -> None:
         try:
             async for report in reports:
                 if body.stream is not False:
-                    await call.send_line(_progress(report))
+                    await call.send_line(progress_line(report))
         except ModelNotFound as error:
             log.info("pull: %s", error)
             raise DaemonError(PULL_NOT_FOUND) from error
@@ -197,7 +197,7 @@ async def pull(call: Call) -> None:
     await call.end_stream()
 
 
-def _progress(report: PullProgress) -> dict[str, Any]:
+def progress_line(report: PullProgress) -> dict[str, Any]:
     line: dict[str, Any] = {"status": report.status}
     if report.digest:
         digest = report.digest

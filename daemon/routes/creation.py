@@ -1,0 +1,177 @@
+"""/api/create and /api/blobs: models made of others, or of files that were uploaded.
+
+A file is uploaded under its digest, piece by piece, without a limit but the disk's; it is hashed as
+it comes. `create` then names the files, or another model, and the settings that go over it. A
+parent that is not here is pulled first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from ...registry import create as registry_create
+from ...registry.create import BlobUpload, CreateRequest
+from ...registry.errors import DigestMismatch, RegistryError
+from ..errors import BadRequest
+from .bodies import Message, NameBody
+from .call import Call, Route
+from .lookup import parse_name
+from .models import progress_line
+from .native import worker_message
+from .replies import Family
+
+
+class CreateBody(NameBody, frozen=True):
+    """POST /api/create."""
+
+    from_: str | None = msgspec.field(default=None, name="from")
+    files: dict[str, str] | None = None
+    adapters: dict[str, str] | None = None
+    template: str | None = None
+    system: str | None = None
+    license: str | list[str] | None = None
+    parameters: dict[str, Any] | None = None
+    messages: list[Message] | None = None
+    quantize: str | None = None
+    quantization: str | None = None
+    stream: bool | None = None
+
+
+async def create(call: Call) -> None:
+    """POST /api/create."""
+    body = call.decode(CreateBody)
+    request = _request_of(body)
+    missing = registry_create.missing_parent(call.services.store, request)
+    told = _Told(call, body.stream is not False)
+    if missing is not None:
+        async with aclosing(call.services.downloads.pull(missing, False)) as reports:
+            async for report in reports:
+                await told.line(progress_line(report))
+    await _run(call, request, told)
+    await told.end()
+
+
+async def _run(call: Call, request: CreateRequest, told: _Told) -> None:
+    """Make it in a thread, and tell its statuses as they come."""
+    loop = asyncio.get_running_loop()
+    statuses: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def put(status: str | None) -> None:
+        loop.call_soon_threadsafe(statuses.put_nowait, status)
+
+    def work() -> None:
+        try:
+            registry_create.create(call.services.store, request, put)
+        finally:
+            put(None)
+
+    making = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        while (status := await statuses.get()) is not None:
+            if status != "success":  # `end` says it, once all is done
+                await told.line({"status": status})
+    finally:
+        await asyncio.wait((making,))  # a thread cannot be stopped; it is brief
+    await making
+
+
+class _Told:
+    """Status lines, or one object at the end."""
+
+    def __init__(self, call: Call, is_stream: bool) -> None:
+        self._call = call
+        self._is_stream = is_stream
+
+    async def line(self, value: dict[str, Any]) -> None:
+        if self._is_stream and value.get("status") != "success":
+            await self._call.send_line(value)
+
+    async def end(self) -> None:
+        if self._is_stream:
+            await self._call.send_line({"status": "success"})
+            await self._call.end_stream()
+        else:
+            await self._call.send_json({"status": "success"})
+
+
+def _request_of(body: CreateBody) -> CreateRequest:
+    """Raises BadRequest."""
+    name = parse_name(body.asked)
+    if not body.from_ and not body.files:
+        raise BadRequest("neither 'from' or 'files' was specified")
+    licenses: Sequence[str] = (
+        [body.license] if isinstance(body.license, str) else body.license or ()
+    )
+    messages = None
+    if body.messages:
+        messages = [worker_message(message) for message in body.messages]
+    return CreateRequest(
+        name=name,
+        base=body.from_ or None,
+        files=body.files or {},
+        adapters=body.adapters or {},
+        template=body.template or None,
+        system=body.system,
+        licenses=licenses,
+        params=body.parameters or {},
+        messages=messages,
+        quantize=body.quantize or body.quantization or None,
+    )
+
+
+# ---------------------------------------------------------------------------- blobs
+
+
+async def has_blob(call: Call) -> None:
+    """HEAD /api/blobs/{digest}."""
+    try:
+        digest = registry_create.checked_digest(call.params["digest"])
+    except RegistryError:
+        await call.send_empty(400)
+        return
+    await call.send_empty(200 if call.services.store.has_blob(digest) else 404)
+
+
+async def take_blob(call: Call) -> None:
+    """POST /api/blobs/{digest}."""
+    digest = registry_create.checked_digest(call.params["digest"])
+    if call.services.store.has_blob(digest):
+        await call.send_empty(200)
+        return
+    try:
+        with BlobUpload(call.services.store, call.params["digest"]) as upload:
+            async for piece in call.pieces(None):
+                await asyncio.to_thread(upload.write, piece)
+            await asyncio.to_thread(upload.finish)
+    except DigestMismatch as error:
+        raise BadRequest(
+            f'digest mismatch, expected "sha256:{error.want}", got "sha256:{error.got}"'
+        ) from error
+    await call.send_empty(201)
+
+
+ROUTES = (
+    Route(("POST",), "/api/create", create, Family.NATIVE, CreateBody, "Make a model"),
+    Route(
+        ("HEAD",),
+        "/api/blobs/{digest}",
+        has_blob,
+        Family.NATIVE,
+        None,
+        "Is this content here?",
+    ),
+    Route(
+        ("POST",),
+        "/api/blobs/{digest}",
+        take_blob,
+        Family.NATIVE,
+        None,
+        "Upload a content",
+        reads_body=False,
+    ),
+)
