@@ -14,7 +14,7 @@ import pytest
 from llmd.backend.text.grammar import Format, GrammarCompiler, GrammarError, Matcher, allowed_ids
 from llmd.backend.text.tokenizer import Tokenizer
 
-from .vocabularies import byte_level
+from .vocabularies import byte_level, sentence_piece
 
 TOKENIZER = byte_level()
 COMPILER = GrammarCompiler(TOKENIZER)
@@ -91,6 +91,16 @@ def test_random_logits_write_what_fits_the_schema_and_nothing_after_it(part: int
         checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
         jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
         assert text == text.strip(), schema
+
+
+def test_a_vocabulary_with_byte_tokens_writes_what_fits_too() -> None:
+    tokenizer = sentence_piece()
+    compiler, rng = GrammarCompiler(tokenizer), random.Random(11)
+    for seed in range(20):
+        schema = random_schema(rng)
+        text, has_ended = RandomModel(tokenizer, seed).write(compiler.compile(schema).matcher())
+        assert has_ended, (schema, text)
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
 @pytest.mark.parametrize(
