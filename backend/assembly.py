@@ -26,6 +26,7 @@ log = logging.getLogger("llmd.worker")
 Progress = Callable[[float, str], None]  # fraction of the load that is done, what is being done
 
 DEFAULT_BATCH_TOKENS = 2048  # of one step; the scheduler shrinks it while streams decode
+MAX_DRAFTS = 8  # per sequence; only where many rows of a step equal one row bit for bit
 
 
 @dataclass(slots=True)
@@ -106,6 +107,7 @@ def _assemble(load: Load, progress: Progress) -> Model:
                 max_num_seqs=load.max_num_seqs,
                 max_batch_tokens=load.max_batch_tokens or DEFAULT_BATCH_TOKENS,
                 prefill_chunk=load.prefill_chunk,
+                max_drafts=MAX_DRAFTS if runner.details.get("kernels") == "compiled" else 0,
                 cache_seed=f"{load.digest}/{runner.details.get('dtype', '')}".encode(),
             )
         ),

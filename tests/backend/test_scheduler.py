@@ -28,9 +28,15 @@ class Clock:
 
 
 def make_engine(
-    num_blocks: int = 64, max_batch_tokens: int = 64, prefill_chunk: int = 0, max_num_seqs: int = 8
+    num_blocks: int = 64,
+    max_batch_tokens: int = 64,
+    prefill_chunk: int = 0,
+    max_num_seqs: int = 8,
+    max_drafts: int = 0,
 ) -> tuple[Engine, FakeRunner, Scheduler]:
-    config = SchedulerConfig(num_blocks, BLOCK, max_num_seqs, max_batch_tokens, prefill_chunk)
+    config = SchedulerConfig(
+        num_blocks, BLOCK, max_num_seqs, max_batch_tokens, prefill_chunk, max_drafts=max_drafts
+    )
     scheduler = Scheduler(config)
     runner = FakeRunner(num_blocks, BLOCK)
     return Engine(scheduler, runner, Clock()), runner, scheduler
@@ -114,6 +120,113 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert texts == {id: expected(prompt, 3) for id in ("a", "b", "c")}
     prefill = sum(c.num_tokens for b in runner.batches for c in b.chunks if c.num_tokens > 1)
     assert prefill == 33, "only the first computes the prompt; the others one token each"
+
+
+def test_samples_of_one_prompt_share_it_to_the_last_token() -> None:
+    engine, runner, _ = make_engine()
+    prompt = list(range(30, 41))  # two full blocks and three tokens of a third
+    for id in ("a", "b", "c"):
+        engine.add(request(id, prompt, max_tokens=6))
+    outputs = engine.step() + engine.step()
+    assert {o.id: o.num_cached_tokens for o in outputs} == {"a": 0, "b": 10, "c": 10}
+    assert engine.stats().blocks_in_use == 2 + 3, "two shared, and a last one each"
+    assert len({target for batch in runner.batches for _, target in batch.copies}) == 2
+    texts = drain(engine)
+    for output in outputs:
+        texts[output.id] = [*output.token_ids, *texts[output.id]][-6:]
+    assert texts["b"] == texts["c"] == expected(prompt, 6)
+
+
+def test_a_twin_of_another_salt_copies_nothing() -> None:
+    engine, runner, _ = make_engine()
+    for id in ("a", "b"):
+        engine.add(request(id, [5, 6, 7], max_tokens=6, cache_salt=id))
+    drain(engine)
+    assert not any(batch.copies for batch in runner.batches)
+
+
+def test_a_pool_that_shrinks_below_a_running_sequence_ends_its_answer() -> None:
+    engine, _, _ = make_engine(num_blocks=16)
+    engine.add(request("a", list(range(40)), max_tokens=20))
+    engine.add(request("b", [1, 2, 3], max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    engine.set_num_blocks(6)
+    ends: dict[str, SequenceOutput] = {}
+    for _ in range(200):
+        ends.update({o.id: o for o in engine.step() if o.finish_reason})
+        engine.check()
+    assert not engine.has_work
+    assert (ends["a"].finish_reason, ends["b"].finish_reason) == ("length", "length")
+
+
+def test_a_waiting_sequence_that_the_shrunken_pool_cannot_hold_fails_with_both_numbers() -> None:
+    engine, _, _ = make_engine(num_blocks=16)
+    engine.add(request("a", list(range(40)), max_tokens=20))
+    engine.step()
+    engine.force_preempt("a")
+    engine.set_num_blocks(6)
+    (end,) = engine.step()
+    assert end.finish_reason == "error"
+    assert "42 tokens, and the KV cache holds 24" in end.error
+    assert not engine.has_work
+
+
+def test_a_protected_sequence_does_not_wait_for_ever_in_a_shrunken_pool() -> None:
+    engine, _, _ = make_engine(num_blocks=16)
+    engine.add(request("a", list(range(20)), max_tokens=40))
+    for _ in range(MAX_PREEMPTIONS):
+        engine.step()
+        engine.force_preempt("a")
+    engine.step()
+    engine.set_num_blocks(3)
+    ends = [o for _ in range(50) for o in engine.step() if o.finish_reason]
+    assert ([o.finish_reason for o in ends], engine.has_work) in (
+        (["error"], False),
+        (["length"], False),
+    )
+
+
+@pytest.mark.parametrize("num_prompt", [14, 15])
+def test_one_spare_block_serves_the_whole_window(num_prompt: int) -> None:
+    engine, _, _ = make_engine(num_blocks=4)
+    engine.add(request("a", [3] * num_prompt, max_tokens=16 - num_prompt))
+    assert len(drain(engine)["a"]) == 16 - num_prompt
+    assert engine.stats().preemptions == 0
+
+
+def test_the_victim_is_whoever_loses_least_and_the_unimportant_first() -> None:
+    engine, _, scheduler = make_engine(num_blocks=12, max_num_seqs=3)
+    engine.add(request("published", [1] * 8, max_tokens=12))
+    engine.add(request("partial", [2] * 11, max_tokens=12))
+    engine.step()
+    victim = scheduler._victim()
+    assert victim is not None
+    assert victim.id == "published", "both its blocks are found again"
+    engine.add(request("cheap", [3] * 3, max_tokens=12, priority=3))
+    engine.step()
+    victim = scheduler._victim()
+    assert victim is not None
+    assert victim.id == "cheap"
+
+
+def test_nonsense_is_refused() -> None:
+    engine, _, _ = make_engine()
+    engine.add(request("a", [1]))
+    for bad in (request("a", [2]), request("b", []), EngineRequest("c", (1, 2, 3), 1, 2)):
+        with pytest.raises(ValueError, match=f"sequence {bad.id}"):
+            engine.add(bad)
+    engine.check()
+
+
+def test_counters_tell_prompt_cached_and_output_tokens_apart() -> None:
+    engine, _, _ = make_engine()
+    engine.add(request("a", list(range(12)), max_tokens=5))
+    drain(engine)
+    engine.add(request("b", list(range(12)), max_tokens=5))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.output_tokens) == (16, 8, 6)
 
 
 def test_salts_do_not_share() -> None:
@@ -241,7 +354,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine, self.runner, self.scheduler = make_engine(
-            num_blocks=10, max_batch_tokens=9, prefill_chunk=4, max_num_seqs=3
+            num_blocks=10, max_batch_tokens=9, prefill_chunk=4, max_num_seqs=3, max_drafts=2
         )
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.texts: dict[str, list[int]] = {}
@@ -313,6 +426,13 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def state_is_sound(self) -> None:
         self.engine.check()
+        pool = self.scheduler.pool
+        for sequence in self.scheduler._running:  # I6: a key says what each holder's tokens say
+            for index, block_id in enumerate(sequence.block_table):
+                key = pool._keys[block_id]
+                if key is not None:
+                    assert (index + 1) * BLOCK <= sequence.num_computed
+                    assert key == sequence.block_keys[index]
         stats = self.engine.stats()
         parts = stats.blocks_in_use + stats.blocks_cached + stats.blocks_free
         assert parts == stats.blocks_total

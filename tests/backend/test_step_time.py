@@ -1,0 +1,96 @@
+"""Chunk sizes from predicted step times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llmd.backend.engine.batch import Batch, StepResult
+from llmd.backend.engine.engine import Engine
+from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
+from llmd.backend.engine.step_time import FIRST_CHUNK, MIN_CHUNK, StepTime
+
+from .fake_runner import FakeRunner
+from .test_scheduler import request
+
+BASE_S, ROW_S, PROMPT_S = 0.010, 0.0005, 0.001  # of the machine below
+
+
+class TimedMachine(FakeRunner):
+    """A fake runner whose steps take time: a base, more per decode, most per prompt token."""
+
+    def __init__(self, num_blocks: int, block_size: int, seed: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.now = 0.0
+        self._noise = random.Random(seed)
+
+    def clock(self) -> float:
+        return self.now
+
+    def execute(self, batch: Batch) -> StepResult:
+        decodes = sum(chunk.samples and chunk.num_tokens == 1 for chunk in batch.chunks)
+        seconds = BASE_S + ROW_S * decodes + PROMPT_S * (batch.num_tokens - decodes)
+        self.now += seconds * self._noise.uniform(0.9, 1.1)
+        return super().execute(batch)
+
+
+def gaps_while_a_prompt_arrives(ratio: float) -> tuple[float, float, float]:
+    """Median and 99th percentile of eight streams' gaps, and the newcomer's wait, in seconds."""
+    machine = TimedMachine(4096, 16, seed=1)
+    config = SchedulerConfig(4096, 16, max_batch_tokens=2048, max_gap_ratio=ratio)
+    engine = Engine(Scheduler(config), machine, machine.clock)
+    for index in range(8):
+        engine.add(request(f"s{index}", [index] * 20, max_tokens=800))
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    asked_at = first_at = 0.0
+    for step in range(700):
+        if step == 100:
+            engine.add(request("long", [9] * 4000, max_tokens=2))
+            asked_at = machine.now
+        for output in engine.step():
+            if output.id == "long" and not first_at:
+                first_at = machine.now
+            elif output.id in last and not first_at:
+                gaps.append(machine.now - last[output.id])
+            last[output.id] = machine.now
+    gaps.sort()
+    usual = BASE_S + 8 * ROW_S
+    return usual, gaps[int(0.99 * len(gaps))], first_at - asked_at
+
+
+def test_a_long_prompt_delays_running_streams_by_a_bounded_amount() -> None:
+    usual, p99, wait = gaps_while_a_prompt_arrives(ratio=2.0)
+    assert p99 <= 2.5 * usual
+    assert wait <= 2.5 * 4000 * PROMPT_S, "and the prompt still gets half of the machine"
+
+
+def test_without_the_rule_the_delay_is_long() -> None:
+    usual, p99, _ = gaps_while_a_prompt_arrives(ratio=0.0)
+    assert p99 > 20 * usual
+
+
+def test_nothing_is_limited_while_nobody_decodes_or_nothing_is_known() -> None:
+    assert StepTime().max_prompt_tokens(8, 2.0) is None
+    model = StepTime()
+    model.observe(4, 0, 0.010)
+    assert model.max_prompt_tokens(0, 2.0) is None
+    assert model.max_prompt_tokens(4, 2.0) == FIRST_CHUNK
+
+
+@pytest.mark.parametrize(("token_s", "tokens"), [(0.0001, 100), (0.5, MIN_CHUNK)])
+def test_a_chunk_adds_one_decode_step_at_a_ratio_of_two(token_s: float, tokens: int) -> None:
+    model = StepTime()
+    for _ in range(100):
+        model.observe(4, 0, 0.010)
+        model.observe(4, 32, 0.010 + 32 * token_s)
+    assert model.max_prompt_tokens(4, 2.0) == pytest.approx(tokens, abs=1)
+
+
+def test_a_pause_of_the_machine_is_no_new_normal() -> None:
+    model = StepTime()
+    for _ in range(20):
+        model.observe(1, 0, 0.010)
+    model.observe(1, 0, 10.0)
+    assert (model.decode_s(1) or 0.0) < 0.020
