@@ -333,12 +333,12 @@ class Transfer:
     def _note_growth(self) -> None:
         """Under the lock: new bytes are in the file."""
         self._failures = 0
-        self._grown.notify_all()
         now = time.monotonic()
         if now - self._saved_at >= SAVE_PERIOD_S and self._partial is not None:
             self._saved_at = now
             self._partial.save()
             self._most = max(self._most, self._partial.completed)
+            self._grown.notify_all()  # not for each chunk, which would keep the threads switching
 
     def _note_failure(self, index: int, error: BaseException) -> float | None:
         """What a failed part means: a pause in seconds before going on, or None for the end."""

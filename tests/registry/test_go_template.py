@@ -148,7 +148,7 @@ def test_mutated_templates_raise_nothing_but_the_documented_errors() -> None:
     rng = random.Random(4)
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     translated = 0
-    for _ in range(2_000):
+    for _ in range(500):
         text = list(rng.choice([CHATML_OLD, CHATML_NEW]))
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(text))
@@ -160,4 +160,4 @@ def test_mutated_templates_raise_nothing_but_the_documented_errors() -> None:
             translated += 1
         except (BadRequest, Unsupported):
             continue
-    assert 100 < translated < 1_900
+    assert 25 < translated < 475
