@@ -123,6 +123,12 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_unused_slots(self) -> int:
+        """Token slots of the blocks in use that hold no token yet: each table's end."""
+        size = self.config.block_size
+        return sum(len(seq.block_table) * size - seq.num_computed for seq in self._running)
+
+    @property
     def has_work(self) -> bool:
         """A sequence is running or waiting."""
         return bool(self._sequences)
