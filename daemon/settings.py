@@ -108,7 +108,7 @@ class _Reader:
         # The client libraries' OLLAMA_API_KEY is what *they* send, not what this server demands.
         prefixes = PREFIXES[:1] if name in ("API_KEY", "HOSTS", "WORKER_COMMAND") else PREFIXES
         for prefix in prefixes:
-            text = self._environ.get(prefix + name, "").strip().strip("\"'").strip()
+            text = _unquoted(self._environ.get(prefix + name, ""))
             if not text:
                 continue
             try:
@@ -121,6 +121,14 @@ class _Reader:
 
     def allows_open(self) -> bool:
         return self._environ.get("LLMD_ALLOW_OPEN", "") not in ("", "0", "false")
+
+
+def _unquoted(text: str) -> str:
+    """Without blanks and the quotes around it, if it begins and ends with the same."""
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        return text[1:-1].strip()
+    return text
 
 
 def parse_host(text: str) -> tuple[str, int]:

@@ -25,6 +25,7 @@ import enum
 import itertools
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -403,8 +404,9 @@ class WorkerProcess:
 
     def _kill_now(self) -> None:
         if self._process.returncode is None:
+            # Not Process.kill: it polls, and so takes the exit code from asyncio's watcher.
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(self.pid, signal.SIGKILL)
 
     def check(self) -> None:
         """Assert the invariants."""
