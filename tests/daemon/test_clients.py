@@ -35,7 +35,7 @@ def compatible(daemon: LiveDaemon) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="anything", max_retries=0)
 
 
-def say(text: str) -> list[dict[str, Any]]:
+def say(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
@@ -78,11 +78,11 @@ def test_ollama_sees_an_error_in_mid_stream(native: ollama.Client) -> None:
 def test_openai_lists_chats_and_streams(compatible: openai.OpenAI) -> None:
     assert "plain:latest" in [model.id for model in compatible.models.list()]
     assert compatible.models.retrieve("plain").id == "plain"
-    answer = compatible.chat.completions.create(model="plain", messages=say("hi"))  # type: ignore[arg-type]
+    answer = compatible.chat.completions.create(model="plain", messages=say("hi"))
     assert answer.choices[0].message.content == "Hello wörld 👋"
     stream = compatible.chat.completions.create(
         model="plain",
-        messages=say("hi"),  # type: ignore[arg-type]
+        messages=say("hi"),
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -93,14 +93,14 @@ def test_openai_lists_chats_and_streams(compatible: openai.OpenAI) -> None:
 
 
 def test_openai_calls_functions(compatible: openai.OpenAI) -> None:
-    tool = {
+    tool: Any = {
         "type": "function",
         "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
     }
     answer = compatible.chat.completions.create(
         model="caller",
-        messages=say(CALLS),  # type: ignore[arg-type]
-        tools=[tool],  # type: ignore[list-item]
+        messages=say(CALLS),
+        tools=[tool],
     )
     assert answer.choices[0].finish_reason == "tool_calls"
     called = answer.choices[0].message.tool_calls
@@ -109,7 +109,7 @@ def test_openai_calls_functions(compatible: openai.OpenAI) -> None:
 
 def test_openai_sees_errors_as_its_own_classes(compatible: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        compatible.chat.completions.create(model="x", messages=say("hi"))  # type: ignore[arg-type]
+        compatible.chat.completions.create(model="x", messages=say("hi"))
     assert caught.value.type == "not_found_error"
     with pytest.raises(openai.BadRequestError):
         compatible.chat.completions.create(model="plain", messages=[])

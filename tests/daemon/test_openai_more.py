@@ -37,9 +37,10 @@ def test_a_completion_has_the_golden_form(daemon: LiveDaemon) -> None:
 
 
 def test_a_completions_stream_ends_with_usage_and_the_mark(daemon: LiveDaemon) -> None:
+    prompt = script({"text": "a"}, {"text": "b"})
     body = {
         "model": "plain",
-        "prompt": script({"text": "a"}, {"text": "b"}),
+        "prompt": prompt,
         "stream": True,
         "stream_options": {"include_usage": True},
         "echo": True,
@@ -47,7 +48,7 @@ def test_a_completions_stream_ends_with_usage_and_the_mark(daemon: LiveDaemon) -
     *events, mark = daemon.events("/v1/completions", body)
     assert mark == ("", "[DONE]")
     *chunks, last, usage = [data for _, data in events]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == body["prompt"] + "ab"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == prompt + "ab"
     assert last["choices"][0]["finish_reason"] == "stop"
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 2
 
