@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dot import dot
+from .dot import capability_of, dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SEGMENT = 512  # keys; the partial results then cost 3 % of the keys' and values' own traffic
@@ -47,12 +47,19 @@ class Config:
     num_stages: int
 
 
-def config_for(head_dim: int, is_split: bool, element_bytes: int = 2) -> Config:
-    """The shipped configuration. fp32 takes half the tile: shared memory is in bytes."""
+def config_for(
+    head_dim: int, is_split: bool, element_bytes: int = 2, capability: int = 0
+) -> Config:
+    """The shipped configuration. fp32 takes half the tile: shared memory is in bytes.
+
+    The many rows' launch takes the long tile where operands and, from sm_100 on, results stay out
+    of the registers (90 and 100); elsewhere it would spill.
+    """
     wide = head_dim > 128 or element_bytes > 2
     if is_split:
         return Config(16, 32 if wide else 64, 4, 2)
-    return Config(64, 32 if wide else 64, 8 if wide else 4, 2)
+    has_room = capability in (90, 100) and not wide
+    return Config(64, 64 if has_room else 32, 8 if wide else 4, 2)
 
 
 @triton.jit
@@ -403,8 +410,9 @@ def paged_attention(
     group_p2, dim_p2 = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     assert query.stride(-1) == 1
     assert key_cache.stride() == value_cache.stride()
-    small = config_for(head_dim, is_split=True, element_bytes=query.element_size())
-    large = config_for(head_dim, is_split=False, element_bytes=query.element_size())
+    capability, element_bytes = capability_of(query.device), query.element_size()
+    small = config_for(head_dim, True, element_bytes, capability)
+    large = config_for(head_dim, False, element_bytes, capability)
     small_m = max(small.block_m, group_p2)
     small_q = small_m // group_p2
     max_split_rows = max_query_len if deterministic else small_q
