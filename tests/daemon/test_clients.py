@@ -41,7 +41,7 @@ def say(text: str) -> list[Any]:
 
 def test_ollama_lists_shows_and_pulls(native: ollama.Client) -> None:
     assert "plain:latest" in [model.model for model in native.list().models]
-    assert native.show("plain").modelinfo["llama.context_length"] == 2048  # type: ignore[index]
+    assert native.show("plain").modelinfo["llama.context_length"] == 2048
     statuses = [progress.status for progress in native.pull("new", stream=True)]
     assert statuses[-1] == "success"
     assert native.pull("new").status == "success"
