@@ -169,6 +169,8 @@ class Reader(threading.Thread):
             self._output.send(self._model.tokenize(request))
             return
         prompt = self._model.prompts.build(request)
+        # Compiled here, off the engine's thread, which then finds it made; or refused here.
+        self._model.grammar_for(request)
         if request.render_only:
             self._output.send(_started(prompt, rendered=prompt.rendered))
             self._output.send(Step([Delta(request.id, finished=Finished("stop"))]))

@@ -51,10 +51,27 @@ class Row:
         self.seed = start.seed
         self.stop_ids = start.stop_ids
         self.block_table = torch.empty(0, dtype=torch.int64)
+        self.matcher = None if start.grammar is None else start.grammar.matcher()
+        if self.matcher is not None:  # outputs of an earlier life are part of the form
+            self.matcher.accept(start.token_ids[start.num_prompt_tokens :])
 
     def extend_table(self, block_ids: tuple[int, ...]) -> None:
         new = torch.tensor(block_ids, dtype=torch.int64)
         self.block_table = torch.cat((self.block_table, new))
+
+    def allowed(self, vocab_size: int) -> np.ndarray | None:
+        """The tokens that the sequence's grammar admits next; None without a grammar."""
+        if self.matcher is None:
+            return None
+        words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self.matcher.mask(words)
+        return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
+
+    def append(self, token_id: int) -> None:
+        """A token was drawn."""
+        self.token_ids.append(token_id)
+        if self.matcher is not None:
+            self.matcher.accept([token_id])
 
 
 class ModelRunner:
@@ -205,10 +222,11 @@ class ModelRunner:
                 row.token_ids,
                 row.num_prompt_tokens,
                 row.stop_ids,
+                row.allowed(len(scores)),
             )
             if row.sampling.num_logprobs >= 0:
                 entries.append(logprobs_of(scores, token_id, row.sampling.num_logprobs))
-            row.token_ids.append(token_id)
+            row.append(token_id)
             drawn.append(token_id)
             if index >= len(chunk.draft_ids) or chunk.draft_ids[index] != token_id:
                 break
