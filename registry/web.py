@@ -246,5 +246,5 @@ def _refuse_private(connection: http.client.HTTPConnection, host: str) -> None:
         connection.close()
         raise SourceUnavailable(
             f"{host} is {address}, an address of this machine or a private network; "
-            f"set LLMD_ALLOW_PRIVATE_HOSTS=1 or pull with --insecure to allow that"
+            f"pull with --insecure to allow that"
         )
