@@ -92,16 +92,20 @@ class CompiledDecoder:
             f"{count} × {bits} bit" for bits, count in sorted(load.matrices.items())
         )
         self._program: _Program | None = None
+        self._logits = torch.empty((0, config.vocab_size), dtype=torch.float32)
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:
-        """Logits [num_logits, vocab_size] in float32."""
+        """Logits [num_logits, vocab_size] in float32. The next step writes over them."""
         num_rows, num_logits = len(inputs.token_ids), len(inputs.logit_rows)
         program = self._program
         if program is None or num_rows > program.capacity:
             program = self._program = _Program(self, caches, _rounded_up(num_rows))
         torch.index_select(self._embedding, 0, inputs.token_ids, out=program.embedded[:num_rows])
         program.hidden[:num_rows].copy_(program.embedded[:num_rows])
-        logits = torch.empty((num_logits, self.config.vocab_size), dtype=torch.float32)
+        if num_logits > len(self._logits):
+            # kept from step to step: fresh memory of this size costs a page fault per 1,024 logits
+            self._logits = torch.empty((num_logits, self.config.vocab_size), dtype=torch.float32)
+        logits = self._logits[:num_logits]
         program.run(inputs, logits)
         return logits
 

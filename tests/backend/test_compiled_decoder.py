@@ -154,7 +154,7 @@ def test_the_comparison_would_notice_a_wrong_window(launcher: Launcher) -> None:
     for window in (40, 41):
         checkpoint = Checkpoint(model_type="mistral", sliding_window=window)
         decoder = CompiledDecoder(checkpoint, launcher)
-        results.append(decoder.forward(step, _cache(checkpoint, torch.bfloat16)))
+        results.append(decoder.forward(step, _cache(checkpoint, torch.bfloat16)).clone())
     assert not torch.equal(*results)
 
 
@@ -163,7 +163,7 @@ def test_chunks_leave_every_bit_as_it_is(launcher: Launcher, chunk: int) -> None
     checkpoint = Checkpoint()
     decoder = CompiledDecoder(checkpoint, launcher)
     ids, table = _ids(100, 2), torch.tensor([4, 2, 7, 0])
-    whole = decoder.forward(_step([(ids, 0, table)]), _cache(checkpoint, torch.bfloat16))
+    whole = decoder.forward(_step([(ids, 0, table)]), _cache(checkpoint, torch.bfloat16)).clone()
     cache = _cache(checkpoint, torch.bfloat16)
     for start in range(0, 100, chunk):
         part = decoder.forward(_step([(ids[start : start + chunk], start, table)]), cache)
@@ -178,7 +178,7 @@ def test_a_batch_leaves_every_bit_as_it_is(launcher: Launcher) -> None:
     prompts = [_ids(length, 10 + index) for index, length in enumerate(lengths)]
     tables = [torch.tensor([3 * index, 3 * index + 2, 3 * index + 1]) for index in range(20)]
     alone = [
-        decoder.forward(_step([(ids, 0, table)]), _cache(checkpoint, torch.bfloat16))[0]
+        decoder.forward(_step([(ids, 0, table)]), _cache(checkpoint, torch.bfloat16))[0].clone()
         for ids, table in zip(prompts, tables, strict=True)
     ]
     order = rng.sample(range(20), 20)
@@ -202,7 +202,7 @@ def test_stale_numbers_in_a_block_are_never_seen(launcher: Launcher) -> None:
     checkpoint = Checkpoint()
     decoder = CompiledDecoder(checkpoint, launcher)
     step = _step([(_ids(40, 5), 0, torch.tensor([1, 2]))])
-    clean = decoder.forward(step, _cache(checkpoint, torch.bfloat16))
+    clean = decoder.forward(step, _cache(checkpoint, torch.bfloat16)).clone()
     dirty = _cache(checkpoint, torch.bfloat16)
     for layer in dirty:
         layer.keys.fill_(float("nan"))
