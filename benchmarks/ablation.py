@@ -12,8 +12,8 @@ fit. Without `shared` every sequence has a cache salt of its own.
 
 Lengths are log-normal with the means that the paper gives for ShareGPT (161 in, 338 out), arrivals
 Poisson. A rate is *sustained* if the mean normalised latency (seconds from arrival to last token,
-per output token) stays within the bound. Trace "system" puts one of eight system prompts of 341 tokens
-(the paper's five-shot prefix) before each prompt.
+per output token) stays within the bound. Trace "system" puts one of eight system prompts before
+each prompt, of 341 tokens as the paper's five-shot prefix.
 
     python -m llmd.benchmarks.ablation --out benchmarks/results/ablation-simulator.md
 """

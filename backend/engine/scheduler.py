@@ -220,7 +220,7 @@ class Scheduler:
         num_tokens = self._chunk_size(sequence, plan.budget)
         num_blocks = self._blocks_for(sequence.num_computed + num_tokens)
         wanted = num_blocks - len(sequence.block_table)
-        while wanted > self._num_available(sequence):
+        while wanted > 0 and wanted > self._num_available(sequence):
             victim = self._victim()
             if victim is None:
                 return  # only protected sequences hold blocks, and they will end
