@@ -35,6 +35,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        # Coarser than the rounding of a clock that was put forward by years.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._jumping.now
