@@ -73,7 +73,7 @@ def checkpoint() -> TinyCheckpoint:
 @pytest.fixture(scope="module")
 def alone(checkpoint: TinyCheckpoint) -> dict[str, tuple[int, ...]]:
     """Each request in an engine of its own."""
-    streams = {}
+    streams: dict[str, tuple[int, ...]] = {}
     for request in requests():
         streams |= run(make_engine(make_runner(checkpoint)), [request])
     return streams

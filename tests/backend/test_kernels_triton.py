@@ -25,10 +25,12 @@ def run_kernel_tests(file: str = "", **environment: str) -> None:
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
+@pytest.mark.timeout(480)
 def test_every_kernel_equals_its_twin_in_the_interpreter() -> None:
     run_kernel_tests(TRITON_INTERPRET="1")
 
 
+@pytest.mark.timeout(480)
 def test_every_kernel_compiles_without_a_gpu() -> None:
     run_kernel_tests("test_aot.py")
 
