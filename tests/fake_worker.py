@@ -72,7 +72,8 @@ class Sequence:
         command, _, rest = self.prompt.partition(" ")
         self.command = command
         self.number = int(rest.split()[0]) if command in ("DIE", "DIE!", "HANG", "LONG") else 0
-        self.length = request.max_tokens or (self.number if command == "LONG" else 16)
+        wanted = self.number if command == "LONG" else 16
+        self.length = min(wanted, request.max_tokens or wanted)
         self.ids = list(request.output_ids)
         self.is_resumed = bool(request.output_ids)
 
