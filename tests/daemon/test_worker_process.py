@@ -78,13 +78,13 @@ def test_a_stream_goes_on_at_the_exact_token_when_its_worker_is_killed_anywhere(
         for round in range(6):
             victim, at = draw.randrange(8), draw.randrange(1, 60)
 
-            def kill(num_tokens: int, at: int = at) -> None:
-                nonlocal killed
+            killed: list[int] = []
+
+            def kill(num_tokens: int, at: int = at, killed: list[int] = killed) -> None:
                 if num_tokens >= at and not killed:
-                    killed = True
+                    killed.append(num_tokens)
                     stage.signal(signal.SIGKILL)
 
-            killed = False
             prompts = [f"LONG 60 {round}/{index}" for index in range(8)]
             async with stage.manager.lease(MODEL) as lease:
                 texts = await asyncio.gather(
