@@ -1,7 +1,7 @@
 """`python -m llmd.backend`: one worker process. The protocol is on stdin and stdout.
 
-Descriptor 1 is moved away before anything else is imported: a library that prints would break the
-stream of messages. What is printed goes to stderr, the log.
+Descriptors 0 and 1 are moved away before anything else is imported: a library that prints would
+break the stream of messages. What is printed goes to stderr, the log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ def main() -> int:
     die_with_parent()
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
+    # Not sys.stdin: the interpreter closes that at its end, while the reader still waits in it.
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     from .worker import serve  # torch comes with it, hence after the move
 
-    return serve(sys.stdin.buffer, messages)
+    return serve(requests, messages)
 
 
 def die_with_parent() -> None:

@@ -309,6 +309,9 @@ class Worker:
         except Unservable as error:
             self._output.send(Failed(request.id, "too_long", str(error)))
             return
+        except (RequestRefused, ValueError) as error:
+            self._output.send(Failed(request.id, "bad_request", str(error)))
+            return
         self._running[request.id] = running
         self._output.send(_started(prompt))
         if already and not is_silent(already):
