@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,13 @@ class PackageEntry:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A model with short names. `terms` are shown before anything is fetched."""
+    """A model with short names. `terms` are shown before anything is fetched; `params` are the
+    settings that its makers recommend."""
 
     names: tuple[ModelName, ...]
     sources: tuple[HubEntry | PackageEntry, ...]
     terms: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)  # where the source brings none
 
 
 def load_aliases(user_table: Path | None = None) -> dict[ModelName, Alias]:
@@ -76,6 +78,7 @@ def _alias(entry: Mapping[str, Any]) -> Alias:
         names=tuple(ModelName.parse(name) for name in entry["names"]),
         sources=tuple(_source(source) for source in entry["source"]),
         terms=str(entry.get("terms", "")),
+        params=dict(entry.get("params", {})),
     )
 
 

@@ -103,6 +103,8 @@ async def pull(
         if alias is not None and alias.terms:
             work.say(alias.terms)
         fetched = await _first_that_serves(work, reference, sources_of(reference, alias, settings))
+        if alias is not None:
+            fetched = replace(fetched, params={**alias.params, **fetched.params})
         if alias is not None and alias.terms and not fetched.license:
             fetched = replace(fetched, license=alias.terms)
         manifest = await in_thread(lambda: _install(work.store, reference.name, fetched))
