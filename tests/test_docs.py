@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmd.daemon.app import ROUTES
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
@@ -46,3 +48,8 @@ def test_no_reason_stands_for_a_package_that_is_gone() -> None:
 
 def test_the_changelog_has_a_place_for_the_next_line() -> None:
     assert "\n## Unreleased\n\n- " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_route_is_described() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert [route.path for route in ROUTES if f"`{route.path}`" not in page] == []
