@@ -16,6 +16,8 @@ rounded to 8 bit.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,17 +73,16 @@ def join_8bit(quants: Tensor, scale: Tensor) -> PackedMatrix:
 def join_4bit(quants: Tensor, scale: Tensor, offset: Tensor) -> PackedMatrix:
     """quants uint8 [N, K / 32, 32] of 0..15, scale and offset float16 [N, K / 32]."""
     n, num_blocks, _ = quants.shape
-    strips = quants.view(n // STRIP, STRIP, num_blocks, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
-    nibbles = strips[0] | (strips[1] << 4)
-    data = torch.cat(
-        (
-            nibbles.reshape(n // STRIP, num_blocks, STRIP * BLOCK // 2),
-            _by_strip(scale),
-            _by_strip(offset),
-        ),
-        dim=-1,
-    )
-    return PackedMatrix(_aligned(data), 4, n, num_blocks * BLOCK)
+    # Four inputs are one word of 32 bits: no value of 0..15 shifted by 4 leaves its byte.
+    words = quants.contiguous().view(torch.int32).view(n // STRIP, STRIP, num_blocks, 4, 2)
+    nibbles = (words[..., 0] | (words[..., 1] << 4)).permute(0, 2, 3, 1).contiguous()
+    # Written part by part: torch.cat along so short a last dimension takes three times as long.
+    half = STRIP * BLOCK // 2
+    flat, data = _aligned_empty((n // STRIP, num_blocks, half + 4 * STRIP))
+    data[..., :half] = nibbles.view(torch.uint8).view(n // STRIP, num_blocks, half)
+    data[..., half : half + 2 * STRIP] = _by_strip(scale)
+    data[..., half + 2 * STRIP :] = _by_strip(offset)
+    return PackedMatrix(flat, 4, n, num_blocks * BLOCK)
 
 
 def _by_strip(values: Tensor) -> Tensor:
@@ -92,11 +93,17 @@ def _by_strip(values: Tensor) -> Tensor:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """A flat copy that begins at a multiple of 64; torch promises that for its own memory."""
-    flat = torch.empty(data.numel(), dtype=torch.uint8)
-    assert flat.data_ptr() % 64 == 0
-    flat.view(data.shape).copy_(data)
+    """A flat copy that begins at a multiple of 64."""
+    flat, shaped = _aligned_empty(data.shape)
+    shaped.copy_(data)
     return flat
+
+
+def _aligned_empty(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Bytes that begin at a multiple of 64, flat and in shape; torch promises that alignment."""
+    flat = torch.empty(math.prod(shape), dtype=torch.uint8)
+    assert flat.data_ptr() % 64 == 0
+    return flat, flat.view(tuple(shape))
 
 
 def unpack(matrix: PackedMatrix) -> Tensor:

@@ -22,7 +22,11 @@ def _half(raw: Tensor) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """Low nibbles of all bytes, then the high ones."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
+    # Eight bytes at a time; torch has no vector code for shifts of single bytes.
+    words = packed.contiguous().view(torch.int64)
+    low = words & 0x0F0F0F0F0F0F0F0F
+    high = (words >> 4) & 0x0F0F0F0F0F0F0F0F
+    return torch.cat((low, high), dim=-1).view(torch.uint8)
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
