@@ -78,7 +78,7 @@ class State(enum.Enum):
 
 def worker_command() -> list[str]:
     """How a real worker is started."""
-    return [sys.executable, "-m", f"{__package__.split('.')[0]}.backend"]
+    return [sys.executable, "-P", "-m", f"{__package__.split('.')[0]}.backend"]
 
 
 class _Mailbox:
