@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmd.backend.protocol import Delta, Embed, Generate, Load, SamplingParams
+from llmd.backend.protocol import Delta, Embed, Generate, Load, SamplingParams, Started
 from llmd.daemon.errors import LoadFailed, NoMemory, WorkerDied
 from llmd.daemon.manager import Lease
 from llmd.daemon.worker_process import WorkerProcess
@@ -225,14 +225,23 @@ def test_shutdown_lets_answers_end_within_the_time_and_then_ends_them_properly(
     async def work() -> None:
         worker = await WorkerProcess.start(Load("plain", "0" * 64, []), FAKE_COMMAND)
 
+        num_started = 0
+        both_started = asyncio.Event()
+
         async def reason(prompt: str) -> str:
-            last = [answer async for answer in worker.generate(request(prompt))][-1]
-            assert isinstance(last, Delta) and last.finished is not None
-            return last.finished.reason
+            nonlocal num_started
+            async for answer in worker.generate(request(prompt)):
+                if isinstance(answer, Started):
+                    num_started += 1
+                    if num_started == 2:
+                        both_started.set()
+                elif answer.finished is not None:
+                    return answer.finished.reason
+            raise AssertionError("the stream ended without a final delta")
 
         answers = [asyncio.create_task(reason(f"LONG {num}")) for num in (10, 100000)]
-        await asyncio.sleep(0.05)
-        await worker.stop(drain_s=0.6)
+        await both_started.wait()
+        await worker.stop(drain_s=2.0)
         assert [await answer for answer in answers] == ["length", "abort"]
 
     asyncio.run(asyncio.wait_for(work(), 30))
