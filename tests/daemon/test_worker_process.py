@@ -61,7 +61,7 @@ def staged(
         finally:
             await stage.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 def behave(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> None:
@@ -244,14 +244,14 @@ def test_shutdown_lets_answers_end_within_the_time_and_then_ends_them_properly(
         await worker.stop(drain_s=2.0)
         assert [await answer for answer in answers] == ["length", "abort"]
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 200))
 
 
 def _failing(command: Awaitable[WorkerProcess]) -> None:
     async def work() -> None:
         await command
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 200))
 
 
 @pytest.mark.parametrize(
