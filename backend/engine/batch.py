@@ -12,7 +12,7 @@ A prompt chunk, a decode, a resume after preemption and the verification of draf
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..protocol import SamplingParams
 
@@ -34,7 +34,9 @@ class RowStart:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one sequence runs in this step: the known tokens [start, start + num_tokens), then the
-    drafts. Their keys and values are written; the block table given so far covers them."""
+    drafts. Their keys and values are written; the block table given so far covers them.
+
+    Planned ahead (PipelinedRunner), the one token at `start` is what the step in flight draws."""
 
     row: int
     start: int  # tokens computed before this step
@@ -88,4 +90,38 @@ class Runner(Protocol):
 
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. Raises only when no sequence of the batch can go on."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that was handed over and may still run."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises what `execute` would have raised. Asked once, in order of the
+        steps."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(Protocol):
+    """A runner that takes the next step while the last one runs: see Chunk.
+
+    At most two steps are in flight. A batch that was planned ahead differs from others in one
+    thing: the last known token of a chunk may be one that the step in flight draws. The runner
+    takes it from there, so that the host need not know it; `num_tokens` is 1 then, and there are
+    no drafts. The scheduler plans ahead for a sequence at most one token, never beyond its last.
+
+    What the step in flight draws may end the sequence (a stop token). The chunk that was planned
+    ahead for it then computes for nothing: its result is dropped by whoever finds the sequence
+    gone from its row. The same holds for one that was cancelled or preempted. Steps run in order,
+    so a block that such a chunk writes to can be given away at once.
+    """
+
+    def execute(self, batch: Batch) -> StepResult:
+        """As Runner."""
+        ...
+
+    def submit(self, batch: Batch) -> Pending:
+        """Begin a step and return before it is done. Raises only what is known at once, and then
+        the runner has taken nothing of the batch but its releases and starts."""
         ...
