@@ -28,7 +28,7 @@ from .gpu_graphs import Capture, StepGraphs
 from .gpu_inputs import FEED_BACK, Piece, RowState
 from .gpu_layer_map import layer_map
 from .gpu_model import Cache, GpuDecoder
-from .sampler import UnusableLogits, _adjusted, _candidates, logprobs_of
+from .sampler import UnusableLogits, adjusted, candidates, logprobs_of
 
 BLOCK_SIZE = 16  # tokens
 
@@ -225,11 +225,11 @@ class GpuRunner:
     def _on_host(self, row: Row, drafts: tuple[int, ...], logits: Tensor) -> Tensor:
         """The logits with penalties, biases and, with typical_p, all filters applied."""
         known = array("q", [*row.token_ids, *drafts])
-        scores = _adjusted(
+        scores = adjusted(
             logits.cpu().numpy(), row.sampling, known, row.num_prompt_tokens, row.stop_ids, None
         )
         if _is_cut(row.sampling):
-            kept = _candidates(scores, row.sampling)
+            kept = candidates(scores, row.sampling)
             cut = np.full_like(scores, -np.inf)
             cut[kept] = scores[kept]
             scores = cut

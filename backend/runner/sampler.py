@@ -40,18 +40,16 @@ def draw(
 
     logits [vocab_size] float32, not changed. Raises UnusableLogits.
     """
-    scores = _adjusted(logits, params, token_ids, num_prompt_tokens, stop_ids, allowed)
+    scores = adjusted(logits, params, token_ids, num_prompt_tokens, stop_ids, allowed)
     best = int(scores.argmax())
     if not np.isfinite(scores[best]):
         raise UnusableLogits(_UNUSABLE)
     if params.temperature <= 0 or params.top_k == 1:
         return best
-    candidates = _candidates(scores, params)
-    noise = gumbel(seed, len(token_ids), candidates)
+    ids = candidates(scores, params)
+    noise = gumbel(seed, len(token_ids), ids)
     # float64: at a tiny temperature float32 would overflow
-    return int(
-        candidates[(scores[candidates].astype(np.float64) / params.temperature + noise).argmax()]
-    )
+    return int(ids[(scores[ids].astype(np.float64) / params.temperature + noise).argmax()])
 
 
 def logprobs_of(logits: Floats, token_id: int, num_top: int) -> Logprobs:
@@ -67,7 +65,7 @@ def logprobs_of(logits: Floats, token_id: int, num_top: int) -> Logprobs:
     )
 
 
-def _adjusted(
+def adjusted(
     logits: Floats,
     params: SamplingParams,
     token_ids: Sequence[int],
@@ -75,6 +73,10 @@ def _adjusted(
     stop_ids: frozenset[int],
     allowed: NDArray[np.bool_] | None,
 ) -> Floats:
+    """The logits with penalties, biases, early stop ids and the mask applied; a copy if any is.
+
+    Raises UnusableLogits for a NaN.
+    """
     if np.isnan(logits).any():
         raise UnusableLogits(_UNUSABLE)
     scores = logits
@@ -114,7 +116,7 @@ def _penalized(scores: Floats, params: SamplingParams, token_ids: Sequence[int])
     return scores
 
 
-def _candidates(scores: Floats, params: SamplingParams) -> Ids:
+def candidates(scores: Floats, params: SamplingParams) -> Ids:
     """The ids that may be drawn, best first where a cut-off had to sort them."""
     if params.top_k > 0:
         ids = _largest(scores, params.top_k)
