@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...registry.formats.gguf import TENSOR_TYPES
 from .config import UnsupportedModel
+
+BLOCK_BYTES = {name: size for name, _, size in TENSOR_TYPES.values()}
 
 
 def _half(raw: Tensor) -> Tensor:
@@ -109,7 +112,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SUPPORTED_TYPES = (*_PLAIN, *_DEQUANTIZERS)
 
 
-def dequantize(raw: Tensor, type: str, block_bytes: int, dtype: torch.dtype) -> Tensor:
+def dequantize(raw: Tensor, type: str, dtype: torch.dtype) -> Tensor:
     """The tensor's bytes (uint8, flat) as a flat tensor of `dtype`.
 
     Raises UnsupportedModel naming the type and the supported ones.
@@ -120,7 +123,7 @@ def dequantize(raw: Tensor, type: str, block_bytes: int, dtype: torch.dtype) -> 
         raise UnsupportedModel(
             f"tensor type {type} is not supported; supported are {', '.join(SUPPORTED_TYPES)}"
         )
-    return _DEQUANTIZERS[type](raw.view(-1, block_bytes)).to(dtype).reshape(-1)
+    return _DEQUANTIZERS[type](raw.view(-1, BLOCK_BYTES[type])).to(dtype).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
