@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from . import model_files
@@ -13,3 +16,16 @@ from . import model_files
 def smollm2_gguf() -> Path:
     """The real SmolLM2-135M-Instruct, Q4_1."""
     return model_files.smollm2_gguf()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Whatever a file of tests starts has ended when it ends."""
+    me = psutil.Process()
+    before = set(me.children())
+    yield
+    _, alive = psutil.wait_procs(set(me.children()) - before, timeout=10)
+    left = [shlex.join(process.cmdline()) for process in alive]
+    for process in alive:
+        process.kill()
+    assert not left, left

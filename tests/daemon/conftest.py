@@ -1,4 +1,4 @@
-"""One live daemon for all tests of the routes that leave its models as they are."""
+"""One live daemon for all tests of a file that leave its models as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from .live import LiveDaemon, live_daemon
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
     with live_daemon(tmp_path_factory.mktemp("models")) as running:
         yield running
