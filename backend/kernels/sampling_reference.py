@@ -2,8 +2,9 @@
 
 argmax(logit / temperature + noise) with Gumbel noise draws from the softmax (Maddison et al. 2014),
 and needs no normalised probabilities. The noise is a stateless hash of (seed, position, token id):
-the same seed gives the same token in any batch, after a preemption and on another device. The hash
-is two rounds of MurmurHash3's 32-bit finaliser (Appleby, public domain), in integers alone.
+the same seed gives the same token in any batch, after a preemption and on another device. It is
+the definition of `runner.sampler`, which draws on the CPU: splitmix64 (Steele et al. 2014), chained
+over the three; float64 from there on.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
-_SPREAD = 0x9E3779B1  # 2^32 / golden ratio, odd: neighbouring ids land far apart
+
+def mix(value: Tensor) -> Tensor:
+    """A step of splitmix64 on 64-bit words held in int64."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shifted(value, 31)
 
 
-def mix(h: Tensor) -> Tensor:
-    """MurmurHash3's finaliser on 32-bit words held in int64."""
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & _WORD
-    h = h ^ (h >> 13)
-    h = (h * 0xC2B2AE35) & _WORD
-    return h ^ (h >> 16)
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(value: Tensor, count: int) -> Tensor:
+    """To the right, zeros coming in."""
+    return (value >> count) & ((1 << (64 - count)) - 1)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp32 [B, V], of seeds [B], positions [B] (int64) and token_ids [V]."""
-    low = mix((seeds & _WORD) ^ mix(positions & _WORD))
-    high = mix(((seeds >> 32) & _WORD) ^ low ^ _SPREAD)
-    h = mix(((token_ids * _SPREAD) & _WORD) ^ low[:, None])
-    h = mix(h ^ high[:, None])
-    # 23 bits and a half: every value is exact in fp32 and lies strictly between 0 and 1, so that
-    # no logarithm below is infinite.
-    uniform = ((h >> 9).float() + 0.5) * 2.0**-23
+    """Standard Gumbel noise, float64 [B, V], of seeds [B], positions [B] (int64), token_ids [V]."""
+    base = mix(mix(seeds) + positions)
+    bits = mix(base[:, None] + token_ids)
+    # 53 bits and a half: strictly between 0 and 1, so that no logarithm below is infinite.
+    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
 
 
@@ -59,12 +62,11 @@ def sample(
     Filters see the softmax at temperature 1, in the order top_k, top_p, min_p; each sees what the
     one before it left, renormalised. Temperature comes last.
     """
-    wide = logits.float()
-    kept = filter_logits(wide, top_k, top_p, min_p)
+    kept = filter_logits(logits.double(), top_k, top_p, min_p)
     token_ids = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel_noise(seeds, positions, token_ids)
     hot = temperature > 0
-    scaled = kept / torch.where(hot, temperature, 1.0)[:, None] + noise * hot[:, None]
+    scaled = kept / torch.where(hot, temperature, 1.0).double()[:, None] + noise * hot[:, None]
     return scaled.argmax(dim=-1)
 
 

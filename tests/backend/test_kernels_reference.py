@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
 
 import pytest
 import torch
 
 from llmd.backend.kernels import reference, sampling_reference, select
+from llmd.backend.protocol import SamplingParams
+from llmd.backend.runner import sampler
 
 NAN = float("nan")
 
@@ -111,6 +114,47 @@ def test_draws_follow_the_softmax() -> None:
     expected = logits.double().softmax(0) * count
     chi_squared = ((observed - expected) ** 2 / expected).sum()
     assert chi_squared < 16.3  # p > 0.001 at 3 degrees of freedom
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_k=0, top_p=1.0),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.9),
+        SamplingParams(temperature=1.7, top_k=0, top_p=0.5),
+        SamplingParams(temperature=0.01, top_k=5, top_p=1.0, min_p=0.2),
+        SamplingParams(temperature=0.0),
+    ],
+)
+def test_a_seed_draws_the_same_token_as_on_the_cpu(params: SamplingParams) -> None:
+    """The other definition is the CPU runner's sampler, row by row in numpy."""
+    count, vocab_size = 200, 300
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(count, vocab_size, generator=generator) * 3
+    seeds = [(index * 0x9E3779B97F4A7C15) % 2**64 for index in range(count)]
+    history = array("q", range(11))
+    expected = [
+        sampler.draw(row.numpy(), params, seed, history[: index % 11], 0, frozenset())
+        for index, (row, seed) in enumerate(zip(logits, seeds, strict=True))
+    ]
+    drawn = sampling_reference.sample(
+        logits,
+        torch.full((count,), params.temperature),
+        torch.full((count,), params.top_k, dtype=torch.int32),
+        torch.full((count,), params.top_p),
+        torch.full((count,), params.min_p),
+        torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds]),
+        torch.arange(count) % 11,
+    )
+    assert drawn.tolist() == expected
+
+
+def test_the_noise_is_that_of_the_cpu() -> None:
+    ids = torch.arange(5000)
+    for seed, position in ((0, 0), (-1, 7), (2**62 + 5, 100_000)):
+        ours = sampling_reference.gumbel_noise(torch.tensor([seed]), torch.tensor([position]), ids)
+        theirs = sampler.gumbel(seed, position, ids.numpy())
+        torch.testing.assert_close(ours[0], torch.from_numpy(theirs), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("seed", range(30))

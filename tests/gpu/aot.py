@@ -83,8 +83,7 @@ class Usage:
     @property
     def problem(self) -> str:
         """Why it is not good enough; empty if it is."""
-        # The cutoff of sampling keeps a few bytes of loop state aside, once per pass.
-        if self.spill_bytes > 0 and self.kernel != "cutoff_kernel":
+        if self.spill_bytes > 0:
             return f"{self.spill_bytes} bytes spilled"
         if self.shared_bytes > SHARED_MEMORY[self.target]:
             return f"{self.shared_bytes} bytes of shared memory"
