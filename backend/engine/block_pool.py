@@ -10,7 +10,9 @@ runner, and ids and tensors meet only in a sequence's block table; so nothing he
                          ▼  │
                         CACHED ──allocate──▶ IN USE   its old content is forgotten first
 
-`allocate` spends BLANK blocks first, then the CACHED block that has been idle longest.
+`allocate` spends BLANK blocks first, then the CACHED block that has been idle longest. A pool may
+be told to hold fewer blocks than it has: IN USE and CACHED together then stay within that number,
+whatever their ids, and the memory of BLANK blocks can be given back to the system.
 
 Owner: the engine's Scheduler, on the engine thread. No one else calls in, hence no locks.
 
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
 
@@ -59,12 +61,13 @@ class BlockPool:
     """Hands out block ids, counts who holds them, and finds them again by content."""
 
     def __init__(self, num_blocks: int) -> None:
-        # All the mutable state there is. A block below `_limit` is in `_blank` or `_cached`
-        # exactly when its count is 0; one that is CACHED has a key, one that is BLANK has none.
+        # All the mutable state there is. A block is in `_blank` or `_cached` exactly when its count
+        # is 0; one that is CACHED has a key, one that is BLANK has none. CACHED blocks exist only
+        # within the limit.
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}  # the inverse of _keys
-        self._limit = num_blocks  # blocks from here on are withdrawn as they fall free
+        self._limit = num_blocks  # so many may be IN USE and CACHED together
         self._num_in_use = 0  # counts that are not 0
 
         # BLANK: a stack, so that the same memory is touched again. CACHED: the longest idle first.
@@ -84,14 +87,29 @@ class BlockPool:
         return self._limit
 
     @property
+    def num_ids(self) -> int:
+        """Block ids are below this; more than `num_blocks` while the pool is kept small."""
+        return len(self._ref_counts)
+
+    @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now, the CACHED ones included."""
-        return len(self._blank) + len(self._cached)
+        return max(self._limit - self._num_in_use, 0)
 
     @property
     def num_blank(self) -> int:
-        """Free blocks that hold nothing worth keeping."""
-        return len(self._blank)
+        """Blocks that `allocate` can hand out without forgetting a prefix."""
+        return self.num_free - len(self._cached)
+
+    @property
+    def blank_ids(self) -> Collection[int]:
+        """The blocks that hold nothing worth keeping, those outside the limit too."""
+        return self._blank.keys()
+
+    @property
+    def cached_keys(self) -> list[tuple[bytes, int]]:
+        """Keys and ids of the CACHED blocks, the longest idle first."""
+        return [(key, block_id) for block_id in self._cached if (key := self._keys[block_id])]
 
     @property
     def num_cached(self) -> int:
@@ -161,6 +179,7 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 self._num_in_use -= 1
                 self._set_free(block_id)
+        self._trim()
 
     def evict_cached(self, count: int) -> list[int]:
         """Forget up to `count` CACHED blocks, the longest idle first; they are BLANK afterwards."""
@@ -173,19 +192,14 @@ class BlockPool:
         return evicted
 
     def set_num_blocks(self, num_blocks: int) -> None:
-        """Allow more blocks, or fewer: those beyond are withdrawn now, or when they fall free."""
-        while len(self._ref_counts) < num_blocks:
-            self._ref_counts.append(0)
-            self._keys.append(None)
-        old, self._limit = self._limit, num_blocks
-        for block_id in range(num_blocks, old):
-            if self._ref_counts[block_id] == 0:
-                self._forget(block_id)
-                self._blank.pop(block_id, None)
-                self._cached.pop(block_id, None)
-        for block_id in range(old, num_blocks):
-            if self._ref_counts[block_id] == 0:
-                self._blank[block_id] = None
+        """Hold at most this many: prefixes beyond are forgotten now, blocks in use as they fall
+        free."""
+        new_ids = range(len(self._ref_counts), num_blocks)
+        self._ref_counts.extend(0 for _ in new_ids)
+        self._keys.extend(None for _ in new_ids)
+        self._blank.update(dict.fromkeys(new_ids))
+        self._limit = num_blocks
+        self._trim()
 
     def reset(self) -> bool:
         """Forget every prefix. False, and nothing changed, while a block is in use."""
@@ -196,11 +210,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the invariants; O(num_blocks). For tests, and for the engine when it is idle."""
-        idle = {
-            block_id
-            for block_id, count in enumerate(self._ref_counts)
-            if count == 0 and block_id < self._limit
-        }
+        idle = {block_id for block_id, count in enumerate(self._ref_counts) if count == 0}
         assert all(count >= 0 for count in self._ref_counts), "a count is negative"
         assert not self._blank.keys() & self._cached.keys(), "a block is blank and cached"
         free = self._blank.keys() | self._cached.keys()
@@ -209,11 +219,12 @@ class BlockPool:
         assert all(self._keys[block_id] for block_id in self._cached), "cached without a key"
         in_use = sum(1 for count in self._ref_counts if count)
         assert in_use == self._num_in_use, "the number of blocks in use is off"
+        assert not self._cached or self.num_blank >= 0, "prefixes are kept beyond the limit"
         named = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
         assert named == self._published, "the prefix index disagrees with the blocks"
 
     def _take(self) -> int:
-        if self._blank:
+        if self._num_in_use + len(self._cached) < self._limit:
             block_id, _ = self._blank.popitem()
         else:
             block_id, _ = self._cached.popitem(last=False)
@@ -223,12 +234,15 @@ class BlockPool:
         return block_id
 
     def _set_free(self, block_id: int) -> None:
-        if block_id >= self._limit:
-            self._forget(block_id)
-        elif self._keys[block_id] is None:
+        if self._keys[block_id] is None:
             self._blank[block_id] = None
         else:
             self._cached[block_id] = None
+
+    def _trim(self) -> None:
+        surplus = self._num_in_use + len(self._cached) - self._limit
+        if surplus > 0:
+            self.evict_cached(surplus)
 
     def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]

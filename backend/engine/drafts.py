@@ -41,7 +41,7 @@ class Drafter:
 
     def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
         """Up to `limit` tokens that may follow; often none."""
-        if limit < 1 or len(token_ids) < max(self._resume_at, NGRAM + 1):
+        if limit < 1 or self.is_pausing(len(token_ids)):
             return ()
         self._index(token_ids)
         start = self._follows.get(tuple(token_ids[-NGRAM:]))
@@ -50,6 +50,10 @@ class Drafter:
         period = len(token_ids) - start  # a loop goes round once more than was seen
         count = min(limit, self._size)
         return tuple(token_ids[start + offset % period] for offset in range(count))
+
+    def is_pausing(self, num_tokens: int) -> bool:
+        """With so many tokens known it would propose nothing."""
+        return num_tokens < max(self._resume_at, NGRAM + 1)
 
     def record(self, num_proposed: int, num_accepted: int, num_tokens: int) -> None:
         """The runner agreed with so many of them; the sequence has `num_tokens` tokens now."""

@@ -1,5 +1,14 @@
 """The loop of one model: schedule, run, update.
 
+With a PipelinedRunner and a depth of 2 the next step is planned and handed over while the last one
+runs, so that the device does not wait for the planning, nor for what the caller does between steps:
+
+    depth 1   plan 1 │ run 1 │ update 1 │ plan 2 │ run 2 │ update 2
+    depth 2   plan 1 │ run 1            │ run 2                     │ run 3
+                     │ plan 2           │ update 1, plan 3          │ update 2, plan 4
+
+The texts are the same: see Scheduler. A plan that needs the result first waits for it.
+
 Owner: the worker's engine thread; nothing here is thread-safe. A runner that raises ends the
 sequences of that step with the reason "error"; the engine itself goes on.
 """
@@ -7,11 +16,12 @@ sequences of that step with the reason "error"; the engine itself goes on.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .batch import Logprobs, Runner
-from .scheduler import Advance, Scheduler, Unservable
+from .batch import Batch, Logprobs, Pending, PipelinedRunner, Runner, StepResult
+from .scheduler import MAX_IN_FLIGHT, Advance, Scheduler, Unservable
 from .sequence import EngineRequest
 
 __all__ = ["Engine", "EngineRequest", "EngineStats", "SequenceOutput", "Unservable"]
@@ -59,10 +69,16 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
+        depth: int = MAX_IN_FLIGHT,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._runner = runner if isinstance(runner, PipelinedRunner) else _OneByOne(runner)
+        self._depth = depth if isinstance(runner, PipelinedRunner) else 1
         self._clock = clock
+
+        # The steps handed over, the oldest first, and when their runner was free to begin.
+        self._in_flight: deque[tuple[Batch, Pending]] = deque()
+        self._began_at = 0.0
         self._num_steps = 0
         self._num_output_tokens = 0
 
@@ -71,8 +87,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """A sequence is running or waiting: `step` has something to do."""
-        return self._scheduler.has_work
+        """A sequence is running or waiting, or a step is: `step` has something to do."""
+        return self._scheduler.has_work or bool(self._in_flight)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -92,22 +108,43 @@ class Engine:
 
     def step(self) -> list[SequenceOutput]:
         """Run one step. One output for each sequence that got tokens, or ended."""
-        started = self._clock()
-        batch = self._scheduler.schedule(started)
-        if batch is None:
-            return [_output(advance) for advance in self._scheduler.drop_unservable()]
-        self._num_steps += 1
-        try:
-            result = self._runner.execute(batch)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            advances = self._scheduler.fail(batch.step, message)
-        else:
-            now = self._clock()
-            self._scheduler.observe(batch, now - started)
-            advances = self._scheduler.update(result, now)
+        advances = self._hand_over()
+        if self._in_flight:
+            advances += self._take_in(*self._in_flight.popleft())
+        elif not advances:
+            advances = self._scheduler.drop_unservable()
         self._num_output_tokens += sum(len(advance.token_ids) for advance in advances)
         return [_output(advance) for advance in advances]
+
+    def _hand_over(self) -> list[Advance]:
+        """Plan and begin as many steps as may be in flight. Those that cannot even begin fail."""
+        failed: list[Advance] = []
+        while len(self._in_flight) < self._depth:
+            now = self._clock()
+            batch = self._scheduler.schedule(now)
+            if batch is None:
+                break
+            self._num_steps += 1
+            if not self._in_flight:
+                self._began_at = now
+            try:
+                self._in_flight.append((batch, self._runner.submit(batch)))
+            except Exception as error:
+                failed += self._scheduler.fail(batch.step, _told(error))
+                break
+        return failed
+
+    def _take_in(self, batch: Batch, pending: Pending) -> list[Advance]:
+        """Wait for a step, and let its sequences have what it drew."""
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._began_at = self._clock()
+            return self._scheduler.fail(batch.step, _told(error))
+        now = self._clock()
+        self._scheduler.observe(batch, now - self._began_at)
+        self._began_at = now
+        return self._scheduler.update(result, now)
 
     def force_preempt(self, id: str) -> bool:
         """Preempt a running sequence, as if blocks had run out. For tests of that path."""
@@ -141,6 +178,30 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of the scheduler and its pool."""
         self._scheduler.check()
+
+
+class _OneByOne:
+    """A runner that can only execute, behind the interface of one that runs ahead."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.execute = runner.execute
+
+    def submit(self, batch: Batch) -> Pending:
+        """Runs when its result is asked for."""
+        return _Deferred(self.execute, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    execute: Callable[[Batch], StepResult]
+    batch: Batch
+
+    def result(self) -> StepResult:
+        return self.execute(self.batch)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _output(advance: Advance) -> SequenceOutput:

@@ -11,6 +11,14 @@ from .batch import Batch, Chunk, RowStart
 from .sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A batch whose result is not back, its sequences in the same order, and the life of each."""
+
+    batch: Batch
+    members: list[tuple[Sequence, int]]
+
+
 @dataclass(slots=True)
 class Plan:
     """Chunks and their sequences in the same order, and the tokens that may still be added."""
@@ -24,17 +32,21 @@ class Plan:
 
     def add(self, sequence: Sequence, num_tokens: int, draft_ids: tuple[int, ...] = ()) -> None:
         """The sequence runs its next `num_tokens` tokens; its table covers them and the drafts."""
+        samples = num_tokens == sequence.num_left
         self.chunks.append(
             Chunk(
                 row=sequence.row,
-                start=sequence.num_computed,
+                start=sequence.num_planned,
                 num_tokens=num_tokens,
                 draft_ids=draft_ids,
                 new_blocks=tuple(sequence.block_table[sequence.num_sent_blocks :]),
-                samples=num_tokens == sequence.num_left,
+                samples=samples,
             )
         )
         sequence.num_sent_blocks = len(sequence.block_table)
+        sequence.num_planned += num_tokens
+        sequence.num_pending += samples
+        sequence.num_drafts_in_flight = len(draft_ids)
         self.sequences.append(sequence)
         self.budget -= num_tokens + len(draft_ids)
 
@@ -47,15 +59,16 @@ class Plan:
                 del self.sequences[index], self.chunks[index]
                 break
 
-    def batch(self, step: int, releases: tuple[int, ...]) -> Batch:
-        """The finished value."""
-        return Batch(
+    def in_flight(self, step: int, releases: tuple[int, ...]) -> InFlight:
+        """The finished value, and who is in it."""
+        batch = Batch(
             step=step,
             chunks=tuple(self.chunks),
             starts=tuple(self.starts),
             releases=releases,
             copies=tuple(self.copies),
         )
+        return InFlight(batch, [(sequence, sequence.num_lives) for sequence in self.sequences])
 
 
 def row_start(sequence: Sequence) -> RowStart:

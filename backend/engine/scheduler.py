@@ -6,8 +6,13 @@ waiting ones. A prompt chunk, a decode, a resume after preemption, a prefix hit 
 are the same case with other numbers (vLLM's v1 scheduler; Agrawal et al., "Taming Throughput-
 Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024, for the chunks).
 
-    schedule() ──▶ Batch ──runner──▶ StepResult ──▶ update()      one at a time
+    schedule() ──▶ Batch ──runner──▶ StepResult ──▶ update()      in the order of the batches
                                      or an error ──▶ fail()
+
+A batch may be planned while the one before it runs (`MAX_IN_FLIGHT`): a sequence whose next token
+is being drawn then computes it unseen, one token ahead at most. Should that token end the sequence,
+or should it be cancelled or preempted, the result is dropped. Ahead of a result nobody is preempted
+and nothing is drafted: where that is called for, `schedule` says None until the result is in.
 
 Out of blocks: the sequence whose recomputation costs least gives back all its blocks and waits;
 what it computed stays in the prefix cache as long as nobody needs the room. A sequence that was
@@ -28,17 +33,18 @@ Owner: the Engine, on the engine thread. Time comes in as `now`, in seconds.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
-from .batch import Batch, Logprobs, StepResult
+from . import invariants
+from .batch import Batch, Chunk, Logprobs, StepResult
 from .block_pool import BlockPool, root_key
 from .drafts import Drafter
-from .plan import Plan, row_start
+from .plan import InFlight, Plan, row_start
 from .sequence import EngineRequest, Sequence, Status
 from .step_time import StepTime
 
-MAX_PREEMPTIONS = 3  # of one sequence, before it is protected
+MAX_IN_FLIGHT = 2  # batches: one runs, one is planned ahead
 HEADROOM_STEPS = 64  # admission leaves room for the growth of what runs, this many steps ahead
 HEADROOM_SHARE = 0.1  # ... but at most this share of the pool
 
@@ -98,8 +104,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._free_rows = list(reversed(range(config.max_num_seqs)))
         self._released_rows: list[int] = []
-        self._in_step: list[Sequence] = []  # of the batch whose result is not back, in its order
-        self._batch: Batch | None = None
+        self._in_flight: deque[InFlight] = deque()  # the oldest first
         self._step = 0
         self._step_time = StepTime()
 
@@ -126,7 +131,7 @@ class Scheduler:
     def num_unused_slots(self) -> int:
         """Token slots of the blocks in use that hold no token yet: each table's end."""
         size = self.config.block_size
-        return sum(len(seq.block_table) * size - seq.num_computed for seq in self._running)
+        return sum(len(seq.block_table) * size - seq.num_planned for seq in self._running)
 
     @property
     def has_work(self) -> bool:
@@ -182,10 +187,13 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step, or None if nothing can run. Every batch wants one update or fail."""
-        assert self._batch is None, "the last batch has no result yet"
+        """The next step, or None if nothing can run now. Every batch wants one update or fail."""
+        assert len(self._in_flight) < MAX_IN_FLIGHT, "too many batches have no result yet"
+        running = [sequence for sequence in self._running if self._can_go_on(sequence)]
+        running.sort(key=lambda seq: seq.num_left > 1)  # decodes first; stable
+        if self._in_flight and not self._can_plan_ahead(running):
+            return None
         plan = Plan(self.config.max_batch_tokens)
-        running = sorted(self._running, key=lambda seq: seq.num_left > 1)  # decodes first; stable
         num_decodes = sum(sequence.num_left == 1 for sequence in running)
         max_drafts = self._max_drafts(num_decodes)
         for sequence in running[:num_decodes]:
@@ -203,10 +211,34 @@ class Scheduler:
             if sequence.first_scheduled_at is None:
                 sequence.first_scheduled_at = now
         self._step += 1
-        self._in_step = plan.sequences
-        self._batch = plan.batch(self._step, tuple(self._released_rows))
+        self._in_flight.append(plan.in_flight(self._step, tuple(self._released_rows)))
         self._released_rows = []
-        return self._batch
+        return self._in_flight[-1].batch
+
+    def _can_go_on(self, sequence: Sequence) -> bool:
+        """It is known where its next step starts, and that there is one unless it stops early."""
+        if sequence.num_drafts_in_flight:
+            return False
+        if not sequence.num_pending:
+            return True
+        num_tokens = sequence.num_tokens + sequence.num_pending
+        return num_tokens < self._final_tokens(sequence)
+
+    def _can_plan_ahead(self, running: list[Sequence]) -> bool:
+        """Nobody must be preempted for it, and no draft is missed."""
+        num_decodes = sum(sequence.num_left == 1 for sequence in running)
+        if self._max_drafts(num_decodes) and any(
+            sequence.drafter is None or not sequence.drafter.is_pausing(sequence.num_tokens + 1)
+            for sequence in running
+            if sequence.num_left == 1 and sequence.request.grammar is None
+        ):
+            return False
+        budget = self.config.max_batch_tokens
+        wanted = sum(
+            max(self._wanted(sequence, self._chunk_size(sequence, budget)), 0)
+            for sequence in running
+        )
+        return wanted <= self.pool.num_free - self._num_reserved()
 
     def _limit_prompts(self, plan: Plan) -> None:
         """Leave as many tokens for prompts as those who decode can bear."""
@@ -218,8 +250,7 @@ class Scheduler:
 
     def _plan_running(self, sequence: Sequence, plan: Plan, max_drafts: int) -> None:
         num_tokens = self._chunk_size(sequence, plan.budget)
-        num_blocks = self._blocks_for(sequence.num_computed + num_tokens)
-        wanted = num_blocks - len(sequence.block_table)
+        wanted = self._wanted(sequence, num_tokens)
         while wanted > 0 and wanted > self._num_available(sequence):
             victim = self._victim()
             if victim is None:
@@ -285,9 +316,10 @@ class Scheduler:
         for block_id in hits:
             self.pool.reuse(block_id)
         sequence.block_table = list(hits)
-        sequence.num_computed = len(hits) * self.config.block_size
+        sequence.set_progress(len(hits) * self.config.block_size)
         sequence.num_published = len(hits)
         sequence.num_sent_blocks = 0
+        sequence.num_lives += 1
         sequence.row = self._free_rows.pop()
         sequence.status = Status.RUNNING
         self._waiting.remove(sequence)
@@ -298,8 +330,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed
         num_tokens = self._chunk_size(sequence, plan.budget)
-        held = len(sequence.block_table)
-        wanted = self._blocks_for(sequence.num_computed + num_tokens) - held
+        wanted = self._wanted(sequence, num_tokens)
         sequence.block_table.extend(self.pool.allocate(wanted))
         plan.starts.append(row_start(sequence))
         plan.add(sequence, num_tokens)
@@ -333,7 +364,7 @@ class Scheduler:
         (block_id,) = self.pool.allocate(1)
         plan.copies.append((twin.block_table[index], block_id))
         sequence.block_table.append(block_id)
-        sequence.num_computed = sequence.num_tokens - 1
+        sequence.set_progress(sequence.num_tokens - 1)
 
     def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
         """The whole known sequence fits, and what runs can still grow for a while.
@@ -341,7 +372,7 @@ class Scheduler:
         A protected sequence comes in only with room for its last token.
         """
         tokens = sequence.num_tokens + 1
-        if _is_protected(sequence):
+        if sequence.is_protected:
             tokens = max(tokens, self._final_tokens(sequence))
         new_blocks = self._blocks_for(tokens) - len(hits)
         idle_hits = sum(1 for block_id in hits if self.pool.is_idle(block_id))
@@ -356,29 +387,38 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> list[Advance]:
         """Take in what the step drew. One Advance for each sequence that got tokens or failed."""
-        batch, sequences = self._take_batch(result.step)
+        in_flight = self._take(result.step)
         advances = []
-        for index, (chunk, sequence) in enumerate(zip(batch.chunks, sequences, strict=True)):
-            if sequence.status is not Status.RUNNING or sequence.row != chunk.row:
-                continue  # cancelled while the step ran
+        chunks = zip(in_flight.batch.chunks, in_flight.members, strict=True)
+        for index, (chunk, (sequence, life)) in enumerate(chunks):
+            if sequence.status is not Status.RUNNING or sequence.num_lives != life:
+                continue  # it ended, or was preempted, while the step ran
             if chunk.row in result.errors:
                 self._finish(sequence)
                 error = result.errors[chunk.row]
                 advances.append(Advance(sequence, (), finish_reason="error", error=error))
                 continue
             ids = result.token_ids[index]
-            if chunk.draft_ids and sequence.drafter is not None:
-                num_tokens = sequence.num_tokens + len(ids)
-                sequence.drafter.record(len(chunk.draft_ids), len(ids) - 1, num_tokens)
-            prompt_end = sequence.request.num_prompt_tokens
-            self.num_prompt_tokens += max(min(chunk.num_tokens, prompt_end - chunk.start), 0)
-            sequence.num_computed += chunk.num_tokens + max(len(ids) - 1, 0)
+            self._count(sequence, chunk, len(ids))
             if ids:
                 logprobs = result.logprobs[index] if result.logprobs else ()
                 advances.append(self._advance(sequence, ids, logprobs, now))
             if sequence.status is Status.RUNNING:
                 self._publish(sequence)
         return advances
+
+    def _count(self, sequence: Sequence, chunk: Chunk, num_ids: int) -> None:
+        """The chunk is computed, and `num_ids` tokens were drawn behind it."""
+        prompt_end = sequence.request.num_prompt_tokens
+        self.num_prompt_tokens += max(min(chunk.num_tokens, prompt_end - chunk.start), 0)
+        num_accepted = max(num_ids - 1, 0)
+        sequence.num_computed += chunk.num_tokens + num_accepted
+        sequence.num_planned += num_accepted
+        sequence.num_pending -= chunk.samples
+        if chunk.draft_ids and sequence.drafter is not None:
+            sequence.num_drafts_in_flight = 0
+            num_tokens = sequence.num_tokens + num_ids
+            sequence.drafter.record(len(chunk.draft_ids), num_accepted, num_tokens)
 
     def observe(self, batch: Batch, duration_s: float) -> None:
         """The runner took this long for the batch; later chunks are sized by it."""
@@ -391,7 +431,7 @@ class Scheduler:
 
         That happens only when the pool shrank below what was promised to a sequence.
         """
-        if self._running and all(_is_protected(sequence) for sequence in self._running):
+        if self._running and all(sequence.is_protected for sequence in self._running):
             blocked = self._running[-1]
         elif not self._running and self._waiting:
             blocked = min(self._waiting, key=lambda seq: _turn(seq, Counter()))
@@ -405,19 +445,19 @@ class Scheduler:
 
     def fail(self, step: int, error: str) -> list[Advance]:
         """The step raised: its sequences end with this error. Nothing of it was published."""
-        _, sequences = self._take_batch(step)
         advances = []
-        for sequence in sequences:
-            if sequence.status is Status.RUNNING:
+        for sequence, life in self._take(step).members:
+            if sequence.status is Status.RUNNING and sequence.num_lives == life:
                 self._finish(sequence)
                 advances.append(Advance(sequence, (), finish_reason="error", error=error))
         return advances
 
-    def _take_batch(self, step: int) -> tuple[Batch, list[Sequence]]:
-        batch, sequences = self._batch, self._in_step
-        assert batch is not None and batch.step == step, "a result without its batch"
-        self._batch, self._in_step = None, []
-        return batch, sequences
+    def _take(self, step: int) -> InFlight:
+        for in_flight in self._in_flight:
+            if in_flight.batch.step == step:
+                self._in_flight.remove(in_flight)
+                return in_flight
+        raise AssertionError(f"a result of step {step}, which is not in flight")
 
     def _advance(
         self, sequence: Sequence, ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], now: float
@@ -458,6 +498,10 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
+    def _wanted(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that its table lacks for the next `num_tokens`; less than none with drafts'."""
+        return self._blocks_for(sequence.num_planned + num_tokens) - len(sequence.block_table)
+
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """The longest known prefix, in blocks; one token at least is left to compute."""
         hits: list[int] = []
@@ -476,7 +520,7 @@ class Scheduler:
         """Blocks that a running sequence fills from tokens it knows already."""
         keys: set[bytes | None] = set()
         for sequence in self._running:
-            if sequence.num_left > 1 and sequence.num_published < len(sequence.block_keys):
+            if sequence.num_uncomputed > 1 and sequence.num_published < len(sequence.block_keys):
                 keys.update(sequence.block_keys[sequence.num_published :])
         return keys
 
@@ -489,7 +533,7 @@ class Scheduler:
         return sum(
             max(self._blocks_for(self._final_tokens(sequence)) - len(sequence.block_table), 0)
             for sequence in self._running
-            if _is_protected(sequence) and sequence is not asker
+            if sequence.is_protected and sequence is not asker
         )
 
     def _num_available(self, sequence: Sequence) -> int:
@@ -507,7 +551,7 @@ class Scheduler:
 
     def _victim(self) -> Sequence | None:
         """The least important sequence, then the cheapest to bring back, then the youngest."""
-        candidates = [sequence for sequence in self._running if not _is_protected(sequence)]
+        candidates = [sequence for sequence in self._running if not sequence.is_protected]
         if not candidates:
             return None
         size = self.config.block_size
@@ -518,7 +562,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._give_back(sequence)
-        sequence.num_computed = sequence.num_published = 0
+        sequence.set_progress(0)
+        sequence.num_published = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         sequence.status = Status.WAITING
@@ -541,33 +586,8 @@ class Scheduler:
         sequence.row = -1
 
     def check(self) -> None:
-        """Assert the invariants; for tests, and for the engine when it is idle."""
-        self.pool.check()
-        live = [*self._waiting, *self._running]
-        assert len(live) == len(self._sequences), "a sequence is in no list, or in two"
-        assert {sequence.id for sequence in live} == set(self._sequences)
-        rows = [sequence.row for sequence in self._running]
-        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs))
-        assert all(seq.row == -1 and not seq.block_table for seq in self._waiting)
-        held = Counter(block for seq in self._running for block in seq.block_table)
-        for block_id in range(self.pool.num_blocks):
-            assert self.pool.ref_count(block_id) == held[block_id], f"block {block_id} is off"
-        for sequence in self._running:
-            self._check_running(sequence)
-
-    def _check_running(self, sequence: Sequence) -> None:
-        assert 0 <= sequence.num_computed < sequence.num_tokens
-        assert len(sequence.block_table) >= self._blocks_for(sequence.num_computed)
-        assert len(set(sequence.block_table)) == len(sequence.block_table)
-        assert sequence.num_preemptions <= MAX_PREEMPTIONS
-        assert sequence.num_published <= sequence.num_computed // self.config.block_size
-        for index in range(sequence.num_published, len(sequence.block_table)):
-            # A block that is still written to has one holder.
-            assert self.pool.ref_count(sequence.block_table[index]) == 1
-
-
-def _is_protected(sequence: Sequence) -> bool:
-    return sequence.num_preemptions >= MAX_PREEMPTIONS
+        """Assert the invariants by name; for tests, and for the engine when it is idle."""
+        invariants.check(self)
 
 
 def _turn(sequence: Sequence, held: Counter[str]) -> tuple[int, bool, int, float]:

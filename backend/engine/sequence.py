@@ -6,8 +6,13 @@
 
 Owner: the Scheduler, also when a token is appended. Everyone else reads.
 
-Invariants: 0 <= num_computed <= len(token_ids); a RUNNING sequence has a row and blocks for what is
-computed; a WAITING one has neither. `block_keys` names the full blocks of `token_ids`, in order.
+Two counts follow its progress. `num_computed` is what steps have come back for; `num_planned` also
+counts what the steps in flight compute, and `num_pending` the tokens that they draw, which nobody
+knows yet. With no step in flight the two are equal and nothing is pending.
+
+Invariants: 0 <= num_computed <= num_planned <= num_tokens + num_pending; a RUNNING sequence has a
+row and blocks for what is planned; a WAITING one has neither. `block_keys` names the full blocks of
+`token_ids`, in order.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from typing import Any
 from ..protocol import SamplingParams
 from .block_pool import block_key
 from .drafts import Drafter
+
+MAX_PREEMPTIONS = 3  # of one sequence, before it is protected
 
 
 class Status(enum.Enum):
@@ -66,6 +73,10 @@ class Sequence:
         self.block_keys: list[bytes] = []
         self.block_table: list[int] = []
         self.num_computed = 0
+        self.num_planned = 0
+        self.num_pending = 0
+        self.num_drafts_in_flight = 0  # how many are right decides where the next step starts
+        self.num_lives = 0  # admissions; the result of an earlier life's step is of no use
         self.num_published = 0  # blocks of the table that are in the prefix index, or tried to be
         self.status = Status.WAITING
         self.row = -1
@@ -102,12 +113,27 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
+        """Tokens known, or drawn by a step in flight, that no step computes yet."""
+        return len(self.token_ids) + self.num_pending - self.num_planned
+
+    @property
+    def num_uncomputed(self) -> int:
         """Tokens known and not yet computed; at least 1 while the sequence is alive."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_protected(self) -> bool:
+        """It was preempted often enough, and is not again."""
+        return self.num_preemptions >= MAX_PREEMPTIONS
 
     def parent_key(self, num_blocks: int) -> bytes:
         """Names the first `num_blocks` full blocks, and whose cache they belong to."""
         return self.block_keys[num_blocks - 1] if num_blocks else self._root
+
+    def set_progress(self, num_computed: int) -> None:
+        """So many tokens are computed, and nothing is in flight."""
+        self.num_computed = self.num_planned = num_computed
+        self.num_pending = self.num_drafts_in_flight = 0
 
     def append(self, token_id: int) -> None:
         """A token was generated. Names the block that it fills."""

@@ -7,6 +7,7 @@ what it finds through the block table; so a wrong table, a wrong slot or a stale
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from llmd.backend.engine.batch import Batch, Chunk, StepResult
@@ -76,3 +77,30 @@ class FakeRunner:
 
     def _slot(self, table: Sequence[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class PipelinedFakeRunner(FakeRunner):
+    """The same, two steps deep. `is_eager` runs a step as it is handed over, else when asked for:
+    the two ends of what a device may do in between."""
+
+    def __init__(self, num_blocks: int, block_size: int, is_eager: bool = False) -> None:
+        super().__init__(num_blocks, block_size)
+        self.is_eager = is_eager
+        self.most_in_flight = 0
+        self.num_in_flight = 0
+
+    def submit(self, batch: Batch) -> PendingStep:
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        return PendingStep(self, batch, self.execute(batch) if self.is_eager else None)
+
+
+@dataclass
+class PendingStep:
+    runner: PipelinedFakeRunner
+    batch: Batch
+    done: StepResult | None
+
+    def result(self) -> StepResult:
+        self.runner.num_in_flight -= 1
+        return self.done or self.runner.execute(self.batch)

@@ -96,12 +96,29 @@ def test_a_shrunk_pool_withdraws_blocks_as_they_fall_free() -> None:
     table = pool.allocate(4)
     pool.set_num_blocks(2)
     assert (pool.num_blocks, pool.num_free) == (2, 0)
-    pool.release(table)
+    pool.release(table[:2])
+    assert pool.num_free == 0, "two are in use still"
+    pool.release(table[2:])
     pool.check()
     assert pool.num_free == 2
-    assert sorted(pool.allocate(2)) == [0, 1]
+    pool.allocate(2)
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(1)
     pool.set_num_blocks(4)
-    assert sorted(pool.allocate(2)) == [2, 3]
+    assert len(pool.allocate(2)) == 2
+
+
+def test_a_shrunk_pool_forgets_the_prefixes_that_were_idle_longest() -> None:
+    pool = BlockPool(num_blocks=8)
+    table = pool.allocate(4)
+    for block_id, key in zip(table, (b"a", b"b", b"c", b"d"), strict=True):
+        pool.publish(block_id, key)
+    pool.release(table)  # d is freed first
+    pool.set_num_blocks(3)
+    assert [key for key, _ in pool.cached_keys] == [b"c", b"b", b"a"]
+    assert len(pool.blank_ids) == 5
+    assert len(pool.allocate(3)) == 3, "prefixes give way to what is needed"
+    pool.check()
 
 
 def test_reset_refuses_while_a_block_is_in_use() -> None:
@@ -136,6 +153,7 @@ def test_a_random_walk_keeps_the_invariants(seed: int) -> None:
         elif act == "resize" and rng.random() < 0.2:
             pool.set_num_blocks(rng.randint(8, 14))
         pool.check()
+        assert pool.num_in_use + pool.num_free >= pool.num_blocks
     for table in tables:
         pool.release(table)
     pool.check()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llmd.backend.engine.engine import Engine, EngineRequest, SequenceOutput, Unservable
-from llmd.backend.engine.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerConfig
+from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
+from llmd.backend.engine.sequence import MAX_PREEMPTIONS
 from llmd.backend.protocol import SamplingParams
 
 from .fake_runner import FakeRunner, next_id
@@ -346,115 +344,3 @@ def test_priority_runs_first() -> None:
     while engine.has_work:
         order += [output.id for output in engine.step()]
     assert order == ["soon", "late"]
-
-
-class EngineMachine(RuleBasedStateMachine):
-    """Random operations on a small, crowded engine; everyone's text must be right in the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine, self.runner, self.scheduler = make_engine(
-            num_blocks=10, max_batch_tokens=9, prefill_chunk=4, max_num_seqs=3, max_drafts=2
-        )
-        self.prompts: dict[str, tuple[list[int], int]] = {}
-        self.texts: dict[str, list[int]] = {}
-        self.ended: set[str] = set()
-        self.count = 0
-
-    @rule(
-        head=st.integers(0, 2),
-        length=st.integers(1, 24),
-        max_tokens=st.integers(1, 14),
-        salt=st.sampled_from(["", "x"]),
-        priority=st.integers(0, 1),
-    )
-    def add(self, head: int, length: int, max_tokens: int, salt: str, priority: int) -> None:
-        id = f"r{self.count}"
-        self.count += 1
-        prompt = [head] * min(length, 8) + list(range(max(length - 8, 0)))
-        self.engine.add(
-            request(id, prompt, max_tokens, cache_salt=salt, priority=priority, client=salt)
-        )
-        self.prompts[id] = (prompt, max_tokens)
-        self.texts[id] = []
-
-    @precondition(lambda self: self.engine.has_work)
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            budget = self.scheduler.config.max_batch_tokens
-            for output in self.engine.step():
-                self.take(output)
-            if self.runner.batches:
-                assert self.runner.batches[-1].num_tokens <= budget
-            self.engine.check()
-
-    def take(self, output: SequenceOutput) -> None:
-        assert output.id not in self.ended, "a sequence spoke after its end"
-        self.texts[output.id].extend(output.token_ids)
-        prompt, max_tokens = self.prompts[output.id]
-        full = expected(prompt, max_tokens)
-        assert self.texts[output.id] == full[: len(self.texts[output.id])]
-        if output.finish_reason:
-            self.ended.add(output.id)
-            if len(prompt) + max_tokens <= self.engine.max_sequence_tokens:
-                assert self.texts[output.id] == full
-
-    def live(self) -> list[str]:
-        return sorted(set(self.prompts) - self.ended)
-
-    @precondition(lambda self: self.live())
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        id = data.draw(st.sampled_from(self.live()))
-        assert self.engine.cancel(id) is not None
-        self.ended.add(id)
-
-    @precondition(lambda self: self.live())
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        id = data.draw(st.sampled_from(self.live()))
-        sequence = self.scheduler._sequences[id]
-        if sequence.num_preemptions < MAX_PREEMPTIONS:
-            self.engine.force_preempt(id)
-
-    @rule()
-    def reset(self) -> None:
-        in_use = self.engine.stats().blocks_in_use
-        assert self.engine.reset_prefix_cache() == (in_use == 0)
-
-    @invariant()
-    def state_is_sound(self) -> None:
-        self.engine.check()
-        pool = self.scheduler.pool
-        for sequence in self.scheduler._running:  # I6: a key says what each holder's tokens say
-            for index, block_id in enumerate(sequence.block_table):
-                key = pool._keys[block_id]
-                if key is not None:
-                    assert (index + 1) * BLOCK <= sequence.num_computed
-                    assert key == sequence.block_keys[index]
-        stats = self.engine.stats()
-        parts = stats.blocks_in_use + stats.blocks_cached + stats.blocks_free
-        assert parts == stats.blocks_total
-        assert stats.running <= 3
-
-    def teardown(self) -> None:
-        total = sum(len(prompt) + max_tokens for prompt, max_tokens in self.prompts.values())
-        for _ in range(20 * total + 20):
-            if not self.engine.has_work:
-                break
-            for output in self.engine.step():
-                self.take(output)
-        assert not self.engine.has_work, f"no progress: {self.engine!r}"
-        assert self.engine.stats().blocks_in_use == 0
-        assert self.ended == set(self.prompts)
-
-
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
