@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .batch import Batch, Logprobs, Pending, PipelinedRunner, Runner, StepResult
+from .block_pool import block_key, root_key
 from .scheduler import MAX_IN_FLIGHT, Advance, Scheduler, Unservable
 from .sequence import EngineRequest
 
@@ -108,17 +109,16 @@ class Engine:
 
     def step(self) -> list[SequenceOutput]:
         """Run one step. One output for each sequence that got tokens, or ended."""
-        advances = self._hand_over()
+        self._hand_over()
         if self._in_flight:
-            advances += self._take_in(*self._in_flight.popleft())
-        elif not advances:
+            advances = self._take_in(*self._in_flight.popleft())
+        else:
             advances = self._scheduler.drop_unservable()
         self._num_output_tokens += sum(len(advance.token_ids) for advance in advances)
         return [_output(advance) for advance in advances]
 
-    def _hand_over(self) -> list[Advance]:
-        """Plan and begin as many steps as may be in flight. Those that cannot even begin fail."""
-        failed: list[Advance] = []
+    def _hand_over(self) -> None:
+        """Plan and begin as many steps as may be in flight."""
         while len(self._in_flight) < self._depth:
             now = self._clock()
             batch = self._scheduler.schedule(now)
@@ -128,11 +128,10 @@ class Engine:
             if not self._in_flight:
                 self._began_at = now
             try:
-                self._in_flight.append((batch, self._runner.submit(batch)))
+                pending = self._runner.submit(batch)
             except Exception as error:
-                failed += self._scheduler.fail(batch.step, _told(error))
-                break
-        return failed
+                pending = _Failed(error)  # told in its turn, after the results before it
+            self._in_flight.append((batch, pending))
 
     def _take_in(self, batch: Batch, pending: Pending) -> list[Advance]:
         """Wait for a step, and let its sequences have what it drew."""
@@ -153,6 +152,55 @@ class Engine:
     def set_num_blocks(self, num_blocks: int) -> None:
         """The KV memory was given more room, or less."""
         self._scheduler.set_num_blocks(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that may be held."""
+        return self._scheduler.pool.num_blocks
+
+    @property
+    def blank_ids(self) -> Collection[int]:
+        """Blocks whose memory holds nothing."""
+        return self._scheduler.pool.blank_ids
+
+    @property
+    def cached_keys(self) -> list[tuple[bytes, int]]:
+        """Known prefixes that nobody holds, and their blocks; the longest idle first."""
+        return self._scheduler.pool.cached_keys
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks so many tokens fill."""
+        return -(-num_tokens // self._scheduler.config.block_size)
+
+    def prefix_keys(self, token_ids: Sequence[int], adapter: str, salt: str) -> list[bytes]:
+        """The names of the full blocks that a prompt could take from the prefix cache.
+
+        Touches no state: any thread may ask.
+        """
+        config = self._scheduler.config
+        key = root_key(config.cache_seed, adapter=adapter, salt=salt)
+        keys: list[bytes] = []
+        for end in range(config.block_size, len(token_ids), config.block_size):
+            key = block_key(key, token_ids[end - config.block_size : end])
+            keys.append(key)
+        return keys
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a block with this content is in memory."""
+        return self._scheduler.pool.find(key) is not None
+
+    def adopt(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Blocks for prefixes that come from elsewhere, as many as are free, in the order given.
+
+        They are known from now on: the caller fills them before the next step.
+        """
+        pool = self._scheduler.pool
+        unknown = [key for key in keys if pool.find(key) is None][: pool.num_free]
+        blocks = pool.allocate(len(unknown))
+        for block_id, key in zip(blocks, unknown, strict=True):
+            pool.publish(block_id, key)
+        pool.release(blocks)
+        return list(zip(unknown, blocks, strict=True))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every known prefix. False, and nothing changed, while something runs."""
@@ -198,6 +246,14 @@ class _Deferred:
 
     def result(self) -> StepResult:
         return self.execute(self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
 
 
 def _told(error: Exception) -> str:

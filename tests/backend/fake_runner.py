@@ -30,9 +30,18 @@ class FakeRunner:
         self.tokens: dict[int, list[int]] = {}
         self.batches: list[Batch] = []
         self.fail_at: set[int] = set()
+        self.lost: set[int] = set()  # rows of a failed step: what was planned on it is void
 
     def execute(self, batch: Batch) -> StepResult:
         self.batches.append(batch)
+        self._take_rows(batch)
+        if batch.step in self.fail_at:
+            self.lost.update(chunk.row for chunk in batch.chunks)
+            raise RuntimeError("the runner was told to fail")
+        written: set[int] = set()
+        return StepResult(batch.step, tuple(self._run(chunk, written) for chunk in batch.chunks))
+
+    def _take_rows(self, batch: Batch) -> None:
         for row in batch.releases:
             del self.tables[row], self.tokens[row]
         for source, target in batch.copies:
@@ -42,16 +51,15 @@ class FakeRunner:
         for start in batch.starts:
             self.tables[start.row] = []
             self.tokens[start.row] = list(start.token_ids)
-        if batch.step in self.fail_at:
-            raise RuntimeError("the runner was told to fail")
-        written: set[int] = set()
-        return StepResult(batch.step, tuple(self._run(chunk, written) for chunk in batch.chunks))
+            self.lost.discard(start.row)
 
     def next_id(self, token_ids: Sequence[int]) -> int:
         """The model; a test may put another in its place."""
         return next_id(token_ids, self.vocab_size)
 
     def _run(self, chunk: Chunk, written: set[int]) -> tuple[int, ...]:
+        if chunk.row in self.lost:
+            return (0,) if chunk.samples else ()
         table = self.tables[chunk.row]
         table.extend(chunk.new_blocks)
         tokens = self.tokens[chunk.row]

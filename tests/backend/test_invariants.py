@@ -147,9 +147,9 @@ def _case(machine: type[EngineMachine], max_examples: int) -> type:
     return case
 
 
-TestAtDepthOne = _case(EngineMachine, 60)
-TestAtDepthTwo = _case(DeepMachine, 50)
-TestAtDepthTwoEagerly = _case(DeepEagerMachine, 30)
+TestAtDepthOne = _case(EngineMachine, 30)
+TestAtDepthTwo = _case(DeepMachine, 25)
+TestAtDepthTwoEagerly = _case(DeepEagerMachine, 15)
 
 
 # ------------------------------------------------------------- each is noticed: states
