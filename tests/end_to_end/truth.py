@@ -15,6 +15,7 @@ from llmd.backend.models.checkpoint import open_checkpoint
 from llmd.backend.protocol import Load, ModelFile, SamplingParams
 from llmd.backend.runner.model_runner import ModelRunner
 from llmd.backend.text.tokenizer import Tokenizer, load_tokenizer
+from llmd.registry.formats.gguf import read_header
 
 NUM_TOKENS = 64
 MAX_BATCH_TOKENS = 512
@@ -57,25 +58,29 @@ def folder_files(folder: Path) -> list[ModelFile]:
     ]
 
 
+def config_for_transformers(gguf: Path) -> transformers.LlamaConfig:
+    """What the file's metadata says, read without our own reading of it."""
+    metadata = read_header(gguf).metadata
+    num_heads = metadata["llama.attention.head_count"]
+    return transformers.LlamaConfig(
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        hidden_size=metadata["llama.embedding_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_hidden_layers=metadata["llama.block_count"],
+        num_attention_heads=num_heads,
+        num_key_value_heads=metadata["llama.attention.head_count_kv"],
+        head_dim=metadata["llama.embedding_length"] // num_heads,
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_theta=metadata["llama.rope.freq_base"],
+        max_position_embeddings=metadata["llama.context_length"],
+        tie_word_embeddings=True,
+    )
+
+
 def save_for_transformers(gguf: Path, folder: Path) -> None:
     """The GGUF's weights, dequantised to float32, as a folder that transformers loads."""
     checkpoint = open_checkpoint(gguf_files(gguf))
-    config = checkpoint.config
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
-            max_position_embeddings=config.context_length,
-            tie_word_embeddings=config.tied_embeddings,
-        )
-    )
+    model = transformers.LlamaForCausalLM(config_for_transformers(gguf))
     state = {
         name: checkpoint.tensor(name, torch.float32)
         for name in model.state_dict()
@@ -86,17 +91,20 @@ def save_for_transformers(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def continued_by_transformers(folder: Path, prompts: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Greedy continuations, one prompt at a time, in float32."""
+def continued_by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Greedy continuations in float32 by `generate`, all prompts in one padded call."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    found = []
-    for prompt in prompts:
-        output = model.generate(
-            torch.tensor([list(prompt)]), max_new_tokens=NUM_TOKENS, do_sample=False
-        )
-        found.append(output[0, len(prompt) :].tolist())
-    return found
+    width = max(map(len, prompts))
+    output = model.generate(
+        torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    continued: list[list[int]] = output[:, width:].tolist()
+    return continued
 
 
 @dataclass
