@@ -15,11 +15,10 @@ from .engine.engine import Engine
 from .engine.scheduler import Scheduler, SchedulerConfig
 from .models.checkpoint import BadModel, UnsupportedModel, open_checkpoint
 from .prompt import PromptBuilder, RequestRefused
-from .protocol import Embed, Generate, Load, Ready, Tokenize, Tokenized
+from .protocol import Embed, Load, Ready, Tokenize, Tokenized
 from .runner.model_runner import ModelRunner, NoMemory
 from .text.chat_template import ChatTemplate, TemplateError, load_chat_template
 from .text.gguf_vocabulary import TokenizerError
-from .text.grammar import GrammarCompiler, GrammarError
 from .text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("llmd.worker")
@@ -40,7 +39,6 @@ class Model:
     engine: Engine
     runner: ModelRunner
     ready: Ready
-    grammars: GrammarCompiler | None = None  # made when a request first asks for a format
 
     @property
     def kv_bytes(self) -> int:
@@ -60,17 +58,6 @@ class Model:
         if request.messages is not None:
             text = self.prompts.render(request.messages, request.tools, self.prompts.template, {})
         return Tokenized(request.id, self.prompts.encode(text, request.add_bos), text)
-
-    def grammar_for(self, request: Generate) -> Any:
-        """The token mask that the request's `format` asks for, or None."""
-        if request.format is None:
-            return None
-        if self.grammars is None:
-            self.grammars = GrammarCompiler(self.tokenizer)
-        try:
-            return self.grammars.compile(request.format)
-        except GrammarError as error:
-            raise RequestRefused("bad_request", str(error)) from error
 
     def embed(self, request: Embed) -> tuple[list[list[float]], int]:
         """Vectors for the texts, and the tokens that were read."""

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .answer_plan import AnswerPlan, AnswerPlanner
 from .protocol import Generate
 from .text.chat_template import ChatTemplate, TemplateError
 from .text.context import fit_messages, fit_tokens
-from .text.response_parser import ResponseParser, choose_parser
+from .text.grammar import GrammarError
 from .text.tokenizer import Tokenizer, without_marks
 
 TOO_LONG = (
@@ -42,12 +43,11 @@ class Prompt:
     num_ctx: int
     max_tokens: int
     seed: int
-    parser: ResponseParser | None
+    answer: AnswerPlan
     truncated_tokens: int = 0
     truncated_messages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class PromptBuilder:
     """What a model needs to turn requests into Prompts.
 
@@ -55,10 +55,17 @@ class PromptBuilder:
     `context_length` is the most tokens that one sequence may hold, prompt and output together.
     """
 
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    architecture: str
-    context_length: int
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        architecture: str,
+        context_length: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.context_length = context_length
+        self._planner = AnswerPlanner(tokenizer, architecture)
 
     def build(self, request: Generate) -> Prompt:
         """Raises RequestRefused with a sentence for the user."""
@@ -88,7 +95,7 @@ class PromptBuilder:
             num_ctx=window,
             max_tokens=room if request.max_tokens is None else max(request.max_tokens, 0),
             seed=_seed_of(request),
-            parser=self._parser(request, template, rendered),
+            answer=self._answer(request, template, rendered),
             truncated_tokens=len(ids) - len(fitted),
             truncated_messages=dropped,
         )
@@ -180,14 +187,13 @@ class PromptBuilder:
                 )
         return list(ids)
 
-    def _parser(
+    def _answer(
         self, request: Generate, template: ChatTemplate | None, rendered: str
-    ) -> ResponseParser | None:
-        if not request.parse or request.messages is None or template is None:
-            return None
-        return choose_parser(
-            template.all_sources, self.architecture, rendered=rendered, tools=request.tools
-        )
+    ) -> AnswerPlan:
+        try:
+            return self._planner.plan(request, template, rendered)
+        except GrammarError as error:
+            raise RequestRefused("bad_request", str(error)) from error
 
 
 def _answer_reserve(request: Generate, window: int) -> int:

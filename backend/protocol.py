@@ -111,6 +111,7 @@ class Generate(Message, frozen=True):
     prompt: str | None = None  # used as it stands; special tokens in it are recognised
     token_ids: list[int] | None = None  # used as they stand
     tools: list[dict[str, Any]] = []
+    must_call: bool = False  # the answer is a call of one of the tools, and nothing else
     template: str | None = None  # Jinja text for this request alone
     template_kwargs: dict[str, Any] = {}
     suffix: str | None = None  # fill-in-the-middle, with `prompt`

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+import msgspec
 import psutil
 
 from . import protocol
@@ -169,8 +170,6 @@ class Reader(threading.Thread):
             self._output.send(self._model.tokenize(request))
             return
         prompt = self._model.prompts.build(request)
-        # Compiled here, off the engine's thread, which then finds it made; or refused here.
-        self._model.grammar_for(request)
         if request.render_only:
             self._output.send(_started(prompt, rendered=prompt.rendered))
             self._output.send(Step([Delta(request.id, finished=Finished("stop"))]))
@@ -323,7 +322,7 @@ class Worker:
             self._model.tokenizer,
             prompt.prompt_ids,
             prompt.request.stop,
-            prompt.parser,
+            prompt.answer.parser,
             wants_logprobs=prompt.request.sampling.num_logprobs >= 0,
         )
 
@@ -351,22 +350,26 @@ class Worker:
         request = prompt.request
         num_prompt = len(running.token_ids) - len(request.output_ids)
         room = prompt.num_ctx - num_prompt
+        grammar = prompt.answer.grammar
+        sampling = request.sampling
+        if grammar is not None:  # the form says where the answer ends, not these
+            sampling = msgspec.structs.replace(sampling, min_tokens=0, ignore_eos=False)
         stop_ids = frozenset(request.stop_token_ids)
-        if not request.sampling.ignore_eos:
+        if not sampling.ignore_eos:
             stop_ids |= self._model.tokenizer.eos_ids
         return EngineRequest(
             id=request.id,
             token_ids=tuple(running.token_ids),
             num_prompt_tokens=num_prompt,
             max_tokens=min(max_tokens, room),
-            sampling=request.sampling,
+            sampling=sampling,
             seed=prompt.seed,
             stop_ids=stop_ids,
             priority=request.priority,
             client=request.client,
             cache_salt=request.cache_salt,
             adapter=request.adapter,
-            grammar=self._model.grammar_for(request),
+            grammar=grammar,
         )
 
     def _cancel(self, id: str) -> None:
@@ -427,6 +430,8 @@ class Worker:
         the window is the end of the answer.
         """
         prompt = running.prompt
+        if prompt.answer.grammar is not None:
+            return False  # half a form is no beginning of one
         left = prompt.max_tokens - running.num_output_tokens
         if not (prompt.request.shift and running.is_window_full and left > 0):
             return False

@@ -29,6 +29,7 @@ from ..models.decoder import StepInputs, kv_bytes_per_token
 from ..protocol import Load
 from .kv_cache import KVCache
 from .sampler import UnusableLogits, draw, logprobs_of
+from .token_masks import TokenMasks
 
 BLOCK_SIZE = 32  # tokens; larger reads better, smaller shares more of a prefix
 DEFAULT_KV_SHARE = 0.25  # of the memory that is free at load; it is taken only as tokens need it
@@ -58,14 +59,6 @@ class Row:
     def extend_table(self, block_ids: tuple[int, ...]) -> None:
         new = torch.tensor(block_ids, dtype=torch.int64)
         self.block_table = torch.cat((self.block_table, new))
-
-    def allowed(self, vocab_size: int) -> np.ndarray | None:
-        """The tokens that the sequence's grammar admits next; None without a grammar."""
-        if self.matcher is None:
-            return None
-        words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-        self.matcher.mask(words)
-        return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
 
     def append(self, token_id: int) -> None:
         """A token was drawn."""
@@ -97,6 +90,7 @@ class ModelRunner:
         self.context_length = min(load.context_length or trained, trained)
         num_blocks = self._num_blocks(load.kv_budget_bytes, kv_bytes_per_token(config, self._dtype))
         self._cache = KVCache(config, self._dtype, num_blocks, BLOCK_SIZE)
+        self._masks = TokenMasks(config.vocab_size)
         self._rows: dict[int, Row] = {}
         self.details = {
             "dtype": str(self._dtype).removeprefix("torch."),
@@ -144,6 +138,7 @@ class ModelRunner:
         for start in batch.starts:
             self._rows[start.row] = Row(start)
         inputs = self._inputs(batch)
+        self._begin_masks(batch)
         logits = self._decoder.forward(inputs, self._cache.layers).numpy()
         return self._sample(batch, logits)
 
@@ -180,6 +175,11 @@ class ModelRunner:
             spans=tuple(spans),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         )
+
+    def _begin_masks(self, batch: Batch) -> None:
+        sampling = [chunk.row for chunk in batch.chunks if chunk.samples]
+        matchers = ((row, self._rows[row].matcher) for row in sampling)
+        self._masks.begin((row, matcher) for row, matcher in matchers if matcher is not None)
 
     def _sample(self, batch: Batch, logits: np.ndarray) -> StepResult:
         ids: list[tuple[int, ...]] = []
@@ -222,7 +222,7 @@ class ModelRunner:
                 row.token_ids,
                 row.num_prompt_tokens,
                 row.stop_ids,
-                row.allowed(len(scores)),
+                self._masks.take(chunk.row),
             )
             if row.sampling.num_logprobs >= 0:
                 entries.append(logprobs_of(scores, token_id, row.sampling.num_logprobs))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .grammar import JSON_OPTIONS, GrammarError, closed
-from .response_families import choose_family
+from .response_families import FAMILIES, Family, choose_family
 from .tokenizer import Tokenizer
 
 _NAME = "NAME"  # in a frame: the tool's name
@@ -56,29 +56,41 @@ _FRAMES = {
 }
 
 
+_PLAIN = next(family for family in FAMILIES if family.name == "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """A format (see grammar.py), and the family whose parser reads what it admits."""
+
+    format: dict[str, str]
+    family: Family
+
+
 def forced_call(
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]],
     template_source: str,
     architecture: str = "",
-) -> dict[str, str]:
-    """A format (see grammar.py) under which one of these tools is called, once.
+) -> ForcedCall:
+    """The format under which one of these tools is called, once.
 
-    Raises GrammarError if there is no tool, or the family's calls cannot be forced.
+    Families without a frame here write the plain one. Raises GrammarError if there is no tool.
     """
-    family = choose_family(template_source, architecture).name
-    if family == "mistral" and "[ARGS]" not in template_source:
-        family = "mistral, lists"
-    frame = _FRAMES.get(family)
-    if frame is None:
-        raise GrammarError(f"tool calls in the style of {family} cannot be forced")
+    family = choose_family(template_source, architecture)
+    name = family.name
+    if name == "mistral" and "[ARGS]" not in template_source:
+        name = "mistral, lists"
+    if name not in _FRAMES:
+        family, name = _PLAIN, _PLAIN.name
+    frame = _FRAMES[name]
     functions = [tool.get("function", tool) for tool in tools]
     if not functions:
         raise GrammarError("a tool call is required, but there are no tools")
     rules = [f"start: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
     for index, function in enumerate(functions):
         rules.append(f"call_{index}: {_call_rule(tokenizer, frame, function)}")
-    return {"grammar": "\n".join(rules)}
+    return ForcedCall({"grammar": "\n".join(rules)}, family)
 
 
 def _call_rule(tokenizer: Tokenizer, frame: _Frame, function: Mapping[str, Any]) -> str:

@@ -58,6 +58,13 @@ def choose_parser(
     `rendered` is the prompt: it may end inside thinking already.
     """
     family = choose_family(template_source, architecture)
+    return parser_of(family, template_source, rendered, tools)
+
+
+def parser_of(
+    family: Family, template_source: str, rendered: str, tools: Sequence[Mapping[str, Any]]
+) -> ResponseParser:
+    """The parser of this family. See choose_parser."""
     if family.is_harmony:
         return HarmonyParser(_tools_by_name(tools), rendered)
     tags = thinking_tags(template_source)

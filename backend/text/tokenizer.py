@@ -87,6 +87,7 @@ class Tokenizer:
         self._backend = backend
         self._lock = threading.Lock()
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self._ids_with: dict[bytes, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.vocab_size} tokens, ends {sorted(self.eos_ids)}>"
@@ -122,6 +123,14 @@ class Tokenizer:
             known = self._rules.bytes_of(spelt, token_id in self._added_ids)
             self._bytes[token_id] = known
         return known
+
+    def ids_with(self, part: bytes) -> tuple[int, ...]:
+        """The tokens in whose bytes this part occurs. The first search takes a while."""
+        found = self._ids_with.get(part)
+        if found is None:
+            found = tuple(i for i in range(self.vocab_size) if part in self.token_bytes(i))
+            self._ids_with[part] = found
+        return found
 
     def token_id(self, text: str) -> int | None:
         """The id of the token spelt so."""
@@ -303,9 +312,14 @@ def _hub_surroundings(backend: tokenizers.Tokenizer) -> tuple[list[int], list[in
 
 def _eos_ids(backend: tokenizers.Tokenizer, named: Iterable[int | None]) -> set[int]:
     ends = {token_id for token_id in named if token_id is not None}
-    for token_id, token in backend.get_added_tokens_decoder().items():
-        if token.special and token.content in TURN_ENDS:
-            ends.add(token_id)
+    control = {
+        token.content: token_id
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token.special
+    }
+    ends.update(token_id for text, token_id in control.items() if text in TURN_ENDS)
+    if "<|return|>" in control:  # harmony: a turn has several messages, each of which ends so
+        ends.discard(control.get("<|end|>", -1))
     return ends
 
 

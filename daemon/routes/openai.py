@@ -78,6 +78,7 @@ def turn_of(body: ChatCompletionBody) -> Turn:
         messages=worker_messages(body.messages or ()),
         tools=tools,
         must_call=must_call,
+        one_call=body.parallel_tool_calls is False,
         think=think_of_effort(effort),
         format=format_of(body.response_format),
         options=sampling_options(body, max_tokens),

@@ -104,6 +104,7 @@ def turn_of(body: ResponsesBody) -> Turn:
         messages=_worker_messages(body),
         tools=tools,
         must_call=must_call,
+        one_call=body.parallel_tool_calls is False,
         think=think_of_effort(body.reasoning.effort if body.reasoning else None),
         format=_format(body.text.format if body.text else None),
         options={"temperature": 1.0, **(body.options or {}), **named},

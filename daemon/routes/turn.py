@@ -7,16 +7,12 @@
 These APIs name things differently but want the same. Each translates its body into a Turn, in the
 words of the native API, and the deltas back.
 
-A call that the client insists on (`tool_choice` required, or a named tool) is forced by a schema:
-the output is one object {"name", "arguments"} of the tools allowed, and becomes a call when it is
-complete. That holds whatever way of calling the model was taught.
+A call that the client insists on (`tool_choice` required, or a named tool) is forced by the worker,
+which knows how the model spells one.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
-import string
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,14 +20,12 @@ from typing import Any
 
 import msgspec
 
-from ...backend.protocol import Delta, Generate, SamplingParams, ToolCall
+from ...backend.protocol import Delta, Generate, SamplingParams
 from ..errors import BadRequest
 from .generation import Generation, Held, new_id
 from .lookup import Model
 from .native import conversation, resolve_think
 from .options import Options
-
-_CALL_ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +35,7 @@ class Turn:
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()  # as the native API has them
     must_call: bool = False  # one of the tools has to be called
+    one_call: bool = False  # and no second one may be
     think: bool | str | None = None
     format: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -76,8 +71,9 @@ def request_of(held: Held, turn: Turn, options: Options, index: int = 0) -> Gene
         id=new_id(),
         messages=conversation(model, turn.messages),
         tools=list(turn.tools),
+        must_call=turn.must_call,
         think=resolve_think(model, turn.think),
-        format=_forcing_schema(turn.tools) if turn.must_call else turn.format,
+        format=None if turn.must_call else turn.format,
         template_kwargs=dict(turn.template_kwargs),
         sampling=_sampling(turn, options, index),
         max_tokens=options.max_tokens(min(options.num_ctx or trained, trained), may_shift=False),
@@ -105,51 +101,15 @@ def _sampling(turn: Turn, options: Options, index: int) -> SamplingParams:
 
 
 async def deltas_of(generation: Generation, turn: Turn) -> AsyncGenerator[Delta, None]:
-    """The deltas, a forced call put together."""
-    written: list[str] = []
+    """The deltas; calls beyond the first are left out where only one is wanted."""
+    has_called = False
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
-            if not turn.must_call:
-                yield delta
-                continue
-            written.append(delta.text)
-            if delta.finished is None:
-                if delta.thinking:
-                    yield msgspec.structs.replace(delta, text="")
-                continue
-            tool_call = _forced_call("".join(written))
-            if tool_call is None:  # cut short: what there is, as it is
-                yield msgspec.structs.replace(delta, text="".join(written))
-            else:
-                yield msgspec.structs.replace(delta, text="", tool_calls=[tool_call])
-
-
-def _forcing_schema(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    options = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or {"type": "object"}
-        options.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": parameters},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    return options[0] if len(options) == 1 else {"anyOf": options}
-
-
-def _forced_call(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call["arguments"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    suffix = "".join(secrets.choice(_CALL_ID_LETTERS) for _ in range(8))
-    return ToolCall(f"call_{suffix}", name, arguments)
+            if delta.tool_calls and turn.one_call:
+                calls = [] if has_called else delta.tool_calls[:1]
+                has_called = True
+                delta = msgspec.structs.replace(delta, tool_calls=calls)
+            yield delta
 
 
 def choose_tools(

@@ -9,7 +9,7 @@ import pytest
 
 from llmd.backend.text.forced_calls import forced_call
 from llmd.backend.text.grammar import GrammarCompiler, GrammarError
-from llmd.backend.text.response_parser import ToolCall, choose_parser
+from llmd.backend.text.response_parser import ToolCall, parser_of
 
 from .test_grammar import RandomModel
 from .vocabularies import byte_level
@@ -49,21 +49,23 @@ TOOLS = [
         "<|channel|>analysis",
         "<｜tool▁call▁begin｜>",
         "<|tool_call_begin|>",
+        "<|tool_call>",  # gemma, whose spelling no grammar here describes: the plain one
     ],
 )
 def test_a_forced_answer_is_one_call_that_fits_its_tool(source: str) -> None:
-    grammar = COMPILER.compile(forced_call(TOKENIZER, TOOLS, source))
+    forced = forced_call(TOKENIZER, TOOLS, source)
+    grammar = COMPILER.compile(forced.format)
     for seed in range(5):
         text, has_ended = RandomModel(TOKENIZER, seed).write(grammar.matcher())
         assert has_ended, text
-        parser = choose_parser(source, tools=TOOLS)
+        parser = parser_of(forced.family, source, "", TOOLS)
         (call,) = parser.push(text) + parser.finish()
         assert isinstance(call, ToolCall), text
         jsonschema.validate(call.arguments, SCHEMAS[call.name])
 
 
 def test_a_mark_that_is_a_control_token_is_forced_as_one() -> None:
-    matcher = COMPILER.compile(forced_call(TOKENIZER, TOOLS, "<tool_call>")).matcher()
+    matcher = COMPILER.compile(forced_call(TOKENIZER, TOOLS, "<tool_call>").format).matcher()
     matcher.accept([TOKENIZER.control_tokens["<tool_call>"]])
     matcher.accept(TOKENIZER.encode('\n{"name": "now", "arguments": {}}\n</tool_call>'))
     assert matcher.is_done
@@ -72,5 +74,3 @@ def test_a_mark_that_is_a_control_token_is_forced_as_one() -> None:
 def test_what_cannot_be_forced_is_said() -> None:
     with pytest.raises(GrammarError, match="no tools"):
         forced_call(TOKENIZER, [], "<tool_call>")
-    with pytest.raises(GrammarError, match="gemma cannot be forced"):
-        forced_call(TOKENIZER, TOOLS, "<|tool_call>")

@@ -174,21 +174,22 @@ def test_tools_are_offered_as_the_choice_says(
     assert "format" not in message
 
 
-def test_a_call_that_is_insisted_on_is_forced_by_a_schema(daemon: LiveDaemon) -> None:
+def test_a_call_that_is_insisted_on_is_asked_of_the_worker(daemon: LiveDaemon) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    prompt = script({"text": '{"name": "weather", '}, {"text": '"arguments": {"city": "Oslo"}}'})
-    body = request(prompt, tools=[WEATHER, TIME], tool_choice=named)
-    choice = daemon.post(PATH, body).json()["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == ""
-    called = choice["message"]["tool_calls"][0]["function"]
-    assert (called["name"], json.loads(called["arguments"])) == ("weather", {"city": "Oslo"})
-    # What the worker was asked for: cut off, so that it comes back as text.
     message = sent(daemon, tools=[WEATHER, TIME], tool_choice=named)
     assert [tool["function"]["name"] for tool in message["tools"]] == ["weather"]
-    assert message["format"]["properties"]["name"] == {"const": "weather"}
+    assert message["must_call"] is True
     message = sent(daemon, tools=[WEATHER, TIME], tool_choice="required")
-    assert len(message["format"]["anyOf"]) == 2
+    assert (len(message["tools"]), message["must_call"]) == (2, True)
+    assert "must_call" not in sent(daemon, tools=[WEATHER, TIME])
+
+
+def test_only_one_call_is_passed_on_where_parallel_ones_are_not_wanted(daemon: LiveDaemon) -> None:
+    calls = [{"id": f"call_{n}", "name": "time", "arguments": {}} for n in range(3)]
+    prompt = script({"tool_calls": calls[:2]}, {"tool_calls": calls[2:]})
+    body = request(prompt, tools=[TIME], parallel_tool_calls=False)
+    found = daemon.post(PATH, body).json()["choices"][0]["message"]["tool_calls"]
+    assert [call["id"] for call in found] == ["call_0"]
 
 
 def test_logprobs_have_their_lists(daemon: LiveDaemon) -> None:
