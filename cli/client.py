@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from collections.abc import Generator
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from .. import __version__
 from .address import Address
@@ -51,6 +53,24 @@ class Client:
         """Raises ApiError, Unreachable."""
         return self._one("DELETE", path, body, None)
 
+    def has(self, path: str) -> bool:
+        """Whether a HEAD request finds something there. Raises ApiError, Unreachable."""
+        try:
+            connection, _ = self._send("HEAD", path, None, None)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        connection.close()
+        return True
+
+    def upload(self, path: str, file: Path) -> None:
+        """POST a file's content. Raises ApiError, Unreachable, OSError."""
+        with file.open("rb") as content:
+            connection, response = self._send("POST", path, content, None)
+            response.read()
+        connection.close()
+
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
         """One object for each line of the answer. Close it to stop the answer.
 
@@ -77,7 +97,7 @@ class Client:
         return _checked(response.status, content) if content.strip() else {}
 
     def _send(
-        self, method: str, path: str, body: Json | None, timeout_s: float | None
+        self, method: str, path: str, body: Json | BinaryIO | None, timeout_s: float | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The answer's head has arrived, and it is no error."""
         kind = (
@@ -88,12 +108,18 @@ class Client:
         connection = kind(
             self.address.host, self.address.port, timeout=timeout_s or CONNECT_TIMEOUT_S
         )
-        content = None if body is None else json.dumps(body, ensure_ascii=False).encode()
+        headers = self._headers()
+        content: bytes | BinaryIO | None = None
+        if isinstance(body, dict):
+            content = json.dumps(body, ensure_ascii=False).encode()
+        elif body is not None:
+            content = body
+            headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
         try:
             connection.connect()
             # Loading a large model may take minutes before the first byte.
             connection.sock.settimeout(timeout_s)
-            connection.request(method, self.address.path + path, content, self._headers())
+            connection.request(method, self.address.path + path, content, headers)
             response = connection.getresponse()
             if response.status >= 400:
                 raise ApiError(response.status, _error_text(response.status, response.read()))

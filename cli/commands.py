@@ -130,25 +130,103 @@ def run(
 
 
 @app.command()
-def pull(model: Model, insecure: Insecure = False) -> None:
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name, org/repo, hf.co/org/repo:QUANT, a GGUF's address, or a path",
+        ),
+    ],
+    insecure: Insecure = False,
+    as_name: Annotated[str, typer.Option("--as", metavar="NAME", help="The name it gets")] = "",
+    accept_terms: Annotated[
+        bool, typer.Option("--accept-terms", help="Accept the terms of the model's makers")
+    ] = False,
+) -> None:
     """Fetch a model, or bring it up to date."""
-    from .run import pull as pull_model
+    from .fetch import pull as pull_model
 
-    pull_model(daemon(), model, insecure)
+    pull_model(daemon(), model, insecure, as_name, accept_terms)
 
 
-@app.command(hidden=True)
+@app.command()
 def push(model: Model, insecure: Insecure = False) -> None:
-    """Refused: llmd has nowhere to push to."""
-    daemon().post("/api/push", {"model": model, "insecure": insecure, "stream": False})
+    """Send a model to the registry that its name tells: host/namespace/model:tag."""
+    from .fetch import push as push_model
+
+    push_model(daemon(), model, insecure)
+
+
+@app.command()
+def create(
+    model: Model,
+    file: Annotated[
+        str, typer.Option("--file", "-f", metavar="PATH", help="The Modelfile; - is stdin")
+    ] = "Modelfile",
+    quantize: Annotated[
+        str, typer.Option("--quantize", "-q", metavar="LEVEL", help="Q8_0, Q4_0 or Q4_K_M")
+    ] = "",
+) -> None:
+    """Make a model of a Modelfile."""
+    from .fetch import create as create_model
+
+    create_model(daemon(), model, file, quantize)
+
+
+@app.command("import")
+def import_models(
+    path: Annotated[
+        str, typer.Argument(metavar="[PATH]", help="A folder or file; else the usual places")
+    ] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="This one of those found; repeatable")
+    ] = None,
+    as_name: Annotated[str, typer.Option("--as", metavar="NAME", help="The name it gets")] = "",
+    take_all: Annotated[bool, typer.Option("--all", help="All that is found")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what is there")] = False,
+) -> None:
+    """Take over models of Ollama, the Hugging Face cache, LM Studio or a folder, without a copy."""
+    from .fetch import import_models as import_found
+
+    import_found(daemon(), path, only or (), as_name, take_all, dry_run)
 
 
 @app.command("list")
-def list_models(prefix: Prefix = "") -> None:
+def list_models(
+    prefix: Prefix = "",
+    disk: Annotated[bool, typer.Option("--disk", help="What each costs on the disk")] = False,
+) -> None:
     """The models that are installed."""
-    from .tables import list_table
+    from .tables import disk_table, list_table
 
-    print(list_table(daemon().get("/api/tags")["models"], prefix, now()))
+    if disk:
+        print(disk_table(daemon().get("/api/disk"), prefix))
+    else:
+        print(list_table(daemon().get("/api/tags")["models"], prefix, now()))
+
+
+@app.command()
+def prune(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go")] = False,
+) -> None:
+    """Remove what no model needs: left files, downloads unfinished for a week."""
+    from .tables import prune_text
+
+    print(prune_text(daemon().post("/api/prune", {"dry_run": dry_run})))
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Else all of them")] = "",
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove damaged files and pull them again")
+    ] = False,
+) -> None:
+    """Hash the files of models again and tell which are damaged."""
+    from .verify import verify as verify_models
+
+    verify_models(daemon(), model, repair)
 
 
 app.command("ls", hidden=True)(list_models)

@@ -49,6 +49,17 @@ class Spinner:
         if self._thread.is_alive():
             self._thread.join()
 
+    def say(self, text: str) -> None:
+        """Show another text from now on."""
+        self._text = text
+
+    def print(self, line: str) -> None:
+        """A line on stdout, with the spinner out of its way."""
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+        print(line, flush=True)
+
     def _turn(self) -> None:
         began = time.monotonic()
         if self._is_over.wait(_HIDDEN_S):
@@ -64,16 +75,17 @@ class Spinner:
         sys.stderr.flush()
 
 
-def pull_display(name: str) -> PullDisplay:
+def pull_display(name: str, verb: str = "pulling") -> PullDisplay:
     """The one that fits stderr."""
-    return PullBar(name) if sys.stderr.isatty() else PullLines(name)
+    return PullBar(name, verb) if sys.stderr.isatty() else PullLines(name, verb)
 
 
 class PullDisplay:
     """Shows the lines of /api/pull as they come."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, verb: str = "pulling") -> None:
         self.name = name
+        self.verb = verb
         self._sizes: dict[str, tuple[int, int]] = {}  # digest -> completed, total
         self._source = ""
 
@@ -120,8 +132,8 @@ class PullDisplay:
 class PullLines(PullDisplay):
     """For pipes and logs."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, verb: str = "pulling") -> None:
+        super().__init__(name, verb)
         self._said = ""
         self._tenth = -1
 
@@ -136,13 +148,13 @@ class PullLines(PullDisplay):
             self._tenth = tenth
             percent = 100 * tenth // _TENTH
             of_total = f"{size_text(completed)}/{size_text(total)}"
-            print(f"pulling {self.name}: {percent}% {of_total}", file=sys.stderr, flush=True)
+            print(f"{self.verb} {self.name}: {percent}% {of_total}", file=sys.stderr, flush=True)
 
 
 class PullBar(PullDisplay):
     """One bar for the whole pull, with rate and time left."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, verb: str = "pulling") -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -155,7 +167,7 @@ class PullBar(PullDisplay):
             TransferSpeedColumn,
         )
 
-        super().__init__(name)
+        super().__init__(name, verb)
         self._progress: Progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -179,7 +191,7 @@ class PullBar(PullDisplay):
         if self._task is None:
             # What lies here already from an earlier try is in the bar, but not in the rate.
             self._task = self._progress.add_task(
-                f"pulling {self.name}", completed=completed, total=total
+                f"{self.verb} {self.name}", completed=completed, total=total
             )
         self._progress.update(self._task, completed=completed, total=total)
 

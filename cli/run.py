@@ -20,7 +20,8 @@ from typing import Any
 from .answer import AnswerPrinter, figures
 from .client import ApiError, Client
 from .errors import CommandFailed
-from .render import Spinner, pull_display
+from .fetch import looks_like_path, pull
+from .render import Spinner
 
 Json = dict[str, Any]
 
@@ -42,7 +43,7 @@ class RunOptions:
 
 def run(client: Client, model: str, words: Sequence[str] | None, options: RunOptions) -> None:
     """Raises ApiError, Unreachable, CommandFailed."""
-    facts = show_or_pull(client, model, options.insecure)
+    model, facts = show_or_pull(client, model, options.insecure)
     prompt = read_prompt(words)
     capabilities = facts.get("capabilities", ())
     if "embedding" in capabilities and "completion" not in capabilities:
@@ -69,24 +70,18 @@ def read_prompt(words: Sequence[str] | None) -> str | None:
     return None
 
 
-def show_or_pull(client: Client, model: str, insecure: bool = False) -> Json:
-    """What /api/show knows of it; the model is pulled first if it is not here."""
-    try:
-        return client.post("/api/show", {"model": model})
-    except ApiError as error:
-        if error.status != 404:
-            raise
-    pull(client, model, insecure)
-    return client.post("/api/show", {"model": model})
-
-
-def pull(client: Client, model: str, insecure: bool = False) -> None:
-    body: Json = {"model": model}
-    if insecure:
-        body["insecure"] = True
-    with closing(client.stream("/api/pull", body)) as lines, pull_display(model) as display:
-        for line in lines:
-            display.update(line)
+def show_or_pull(client: Client, model: str, insecure: bool = False) -> tuple[str, Json]:
+    """Its name here and what /api/show knows of it; it is pulled first if it is not here."""
+    is_place = looks_like_path(model) or "://" in model
+    if not is_place:
+        try:
+            return model, client.post("/api/show", {"model": model})
+        except ApiError as error:
+            if error.status != 404:
+                raise
+    pulled = pull(client, model, insecure)
+    name = pulled if is_place else model
+    return name, client.post("/api/show", {"model": name})
 
 
 def load(client: Client, model: str, options: RunOptions) -> None:

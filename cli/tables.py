@@ -40,6 +40,45 @@ def list_table(models: Sequence[Json], prefix: str, now: datetime) -> str:
     return table(("NAME", "ID", "SIZE", "MODIFIED"), rows)
 
 
+def disk_table(answer: Json, prefix: str) -> str:
+    """Bytes by model, then the folder's own sums."""
+    rows = [
+        (
+            model["name"],
+            size_text(model["own"]),
+            size_text(model["shared"]),
+            size_text(model["elsewhere"]),
+            "; ".join(model["problems"]) or "ok",
+        )
+        for model in answer["models"]
+        if model["name"].lower().startswith(prefix.lower())
+    ]
+    sums = [
+        ("folder", answer["path"]),
+        ("models", size_text(answer["blobs"])),
+        ("unfinished downloads", size_text(answer["partial"])),
+        ("unused (llmd prune)", size_text(answer["unused"])),
+        ("free on this disk", size_text(answer["free"])),
+    ]
+    width = max(len(name) for name, _ in sums)
+    lines = [f"{name.ljust(width)}{_GAP}{value}" for name, value in sums]
+    return "\n".join([table(("NAME", "OWN", "SHARED", "ELSEWHERE", "STATE"), rows), "", *lines])
+
+
+def prune_text(answer: Json) -> str:
+    verb = "would be removed" if answer["dry_run"] else "removed"
+    count = len(answer["files"])
+    summary = f"{count} file{'' if count == 1 else 's'} {verb}, {size_text(answer['size'])}"
+    return "\n".join([*answer["files"], summary])
+
+
+def import_row(line: Json) -> tuple[str, str, str, str]:
+    problem = line.get("problem", "")
+    states = {"exists": "a model of this name is here", "unusable": problem}
+    state = states.get(line["status"], line["status"])
+    return line["model"], size_text(line["size"]) if line["size"] else "-", line["kind"], state
+
+
 def ps_table(models: Sequence[Json], prefix: str, now: datetime) -> str:
     rows = [
         (

@@ -24,6 +24,7 @@ from .routes import (
     openai,
     openapi,
     responses,
+    storage,
     system,
 )
 from .routes.call import Endpoint, Route
@@ -35,6 +36,7 @@ _DESCRIBED: Sequence[Route] = (
     *native.ROUTES,
     *models.ROUTES,
     *creation.ROUTES,
+    *storage.ROUTES,
     *embeddings.ROUTES,
     *openai.ROUTES,
     *completions.ROUTES,

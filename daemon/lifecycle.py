@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -22,10 +23,9 @@ import uvicorn
 
 from .. import __version__
 from ..registry.errors import RegistryError
-from ..registry.pull import PullSettings
 from ..registry.store import ModelStore
 from .app import make_app
-from .downloads import Downloads
+from .downloads import Downloads, pull_settings
 from .manager import ModelManager
 from .metrics import Metrics
 from .routes.services import Services
@@ -104,7 +104,8 @@ def owner_of_port(port: int) -> str | None:
 async def serve(settings: Settings, listener: socket.socket, store: ModelStore) -> None:
     """Serve until a signal comes, then stop everything that was started."""
     manager = ModelManager(settings, store)
-    downloads = Downloads(store, PullSettings())
+    downloads = Downloads(store, pull_settings(settings, os.environ))
+    is_alone = store.enter()
     services = Services(
         manager=manager,
         store=store,
@@ -137,6 +138,7 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
             loop.add_signal_handler(number, stopping.set)
     log.info("listening on %s:%d", *listener.getsockname()[:2])
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    tidying = asyncio.create_task(tidy(store, is_alone and not settings.noprune))
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")
@@ -145,7 +147,22 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
     await manager.shutdown()
     await serving
     waiting.cancel()
+    await tidying
+    store.leave()
     log.info("stopped")
+
+
+async def tidy(store: ModelStore, is_wanted: bool) -> None:
+    """Remove what an earlier daemon left behind: unnamed blobs, partial downloads of last week."""
+    if not is_wanted:
+        return
+    try:
+        collected = await asyncio.to_thread(store.collect)
+    except (RegistryError, OSError) as error:
+        log.warning("the models folder is not tidied up: %s", error)
+        return
+    if collected.paths:
+        log.info("removed %d left files, %d bytes", len(collected.paths), collected.size)
 
 
 class _Server(uvicorn.Server):

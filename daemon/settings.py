@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 DEFAULT_PORT = 11434
 PREFIXES = ("LLMD_", "OLLAMA_")
+_OWN_ALONE = frozenset({"API_KEY", "HOSTS", "WORKER_COMMAND", "REGISTRY", "ALIASES"})
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -47,6 +48,7 @@ class Settings:
     max_queue: int = 512  # waiting requests before 503
     context_length: int = 0  # default num_ctx; 0: what the model and the memory allow
     memory_limit_bytes: int = 0  # for all models together; 0: most of what the machine has
+    prefix_cache_bytes: int = 512 * 10**6  # of each model's known prefixes on disk; 0: none
     dtype: str = "auto"
     num_threads: int = 0  # of one worker; 0: the physical cores
     drain_s: float = 5.0  # how long running answers may go on at shutdown
@@ -54,6 +56,12 @@ class Settings:
     origins: tuple[str, ...] = ()  # browser origins besides the built-in ones
     hosts: tuple[str, ...] = ()  # names in the Host header besides the machine's own
     api_keys: tuple[str, ...] = ()
+    pull_rate_bytes: int = 0  # per second, of all connections of one download; 0: no cap
+    pull_connections: int = 6  # of one download
+    pull_private: bool = False  # models may come from hosts of a private network
+    registry: str = ""  # address of the registry of bare names; "": the usual one
+    aliases: Path | None = None  # a table of short names that comes before the shipped one
+    noprune: bool = False  # leave unnamed blobs alone at the start
     sources: Mapping[str, str] = field(default_factory=dict)  # setting -> variable it came from
 
     @property
@@ -80,6 +88,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         max_queue=reader.get("MAX_QUEUE", _natural, defaults.max_queue),
         context_length=reader.get("CONTEXT_LENGTH", _natural, 0),
         memory_limit_bytes=reader.get("MEMORY_LIMIT", parse_size, 0),
+        prefix_cache_bytes=reader.get("PREFIX_CACHE", parse_size, defaults.prefix_cache_bytes),
         dtype=reader.get("DTYPE", _dtype, defaults.dtype),
         num_threads=reader.get("NUM_THREADS", _natural, 0),
         drain_s=reader.get("DRAIN", _load_timeout, defaults.drain_s),
@@ -87,6 +96,12 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         origins=reader.get("ORIGINS", _list, ()),
         hosts=reader.get("HOSTS", _list, ()),
         api_keys=reader.get("API_KEY", _list, ()),
+        pull_rate_bytes=reader.get("PULL_RATE", parse_size, 0),
+        pull_connections=reader.get("PULL_CONNECTIONS", _one_or_more, defaults.pull_connections),
+        pull_private=reader.get("PULL_PRIVATE", _truth, False),
+        registry=reader.get("REGISTRY", _address, ""),
+        aliases=reader.get("ALIASES", _existing_file, None),
+        noprune=reader.get("NOPRUNE", _truth, False),
         sources=reader.sources,
     )
     if not settings.is_loopback and not settings.api_keys and not reader.allows_open():
@@ -106,7 +121,7 @@ class _Reader:
 
     def get(self, name: str, parse: Callable[[str], T], default: T) -> T:
         # The client libraries' OLLAMA_API_KEY is what *they* send, not what this server demands.
-        prefixes = PREFIXES[:1] if name in ("API_KEY", "HOSTS", "WORKER_COMMAND") else PREFIXES
+        prefixes = PREFIXES[:1] if name in _OWN_ALONE else PREFIXES
         for prefix in prefixes:
             text = _unquoted(self._environ.get(prefix + name, ""))
             if not text:
@@ -159,6 +174,33 @@ def _natural(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError("a whole number, 0 or more, is expected")
     return int(text)
+
+
+def _one_or_more(text: str) -> int:
+    number = _natural(text)
+    if number < 1:
+        raise ValueError("a whole number, 1 or more, is expected")
+    return number
+
+
+def _truth(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError("1 or 0 is expected")
+    return known[text.lower()]
+
+
+def _address(text: str) -> str:
+    if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
+        raise ValueError("an address such as https://registry.example.org is expected")
+    return text.rstrip("/")
+
+
+def _existing_file(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    return path
 
 
 def _keep_alive(text: str) -> float:

@@ -22,9 +22,10 @@ from .details import role_of
 from .details import with_template as capabilities_with
 from .errors import BadModelFile, BadRequest, DigestMismatch, ModelNotFound, Unsupported
 from .formats import gguf
+from .formats.errors import FormatError
 from .go_template import to_jinja
 from .manifest import Manifest, ManifestFile, is_digest, is_safe_file_name
-from .modelfile import Modelfile, checked_parameter, parse
+from .modelfile import checked_parameter
 from .names import ModelName
 from .pull import name_from_path
 from .sources.base import Fetched
@@ -50,29 +51,6 @@ class CreateRequest:
     quantize: str | None = None
 
 
-def request_of_modelfile(name: ModelName, content: bytes | str, folder: Path) -> CreateRequest:
-    """What a Modelfile asks for. Paths in it count from `folder`. Raises BadRequest."""
-    found = parse(content)
-    if len(found.bases) > 1 or found.draft or found.adapters:
-        raise Unsupported("llmd takes one FROM, no ADAPTER and no DRAFT in a Modelfile yet")
-    return CreateRequest(
-        name=name,
-        base=_base_of(found, folder),
-        template=found.template,
-        system=found.system,
-        licenses=found.licenses,
-        params=found.params,
-        messages=found.messages or None,
-    )
-
-
-def _base_of(found: Modelfile, folder: Path) -> str:
-    base = found.bases[0]
-    path = (folder / Path(base).expanduser()).resolve()
-    is_path = base.startswith((".", "/", "~")) or path.exists()
-    return str(path) if is_path else base
-
-
 def missing_parent(store: ModelStore, request: CreateRequest) -> ModelName | None:
     """The model that must be pulled before `create` can work; None if nothing is missing."""
     if request.base is None or Path(request.base).is_absolute():
@@ -93,8 +71,6 @@ def create(
             f"quantizing to {request.quantize} on create is not supported; pull a GGUF of that "
             f"quantization"
         )
-    if request.adapters:
-        raise Unsupported("adapters are not supported")
     settings = {name: checked_parameter(name, value) for name, value in request.params.items()}
     base = _start(store, request, on_status)
     for file in base.files:
@@ -108,12 +84,60 @@ def create(
         messages=request.messages if request.messages is not None else base.messages,
         license="\n\n".join(filter(None, [base.license, *request.licenses])) or None,
     )
+    if request.adapters:
+        manifest = with_adapter(store, manifest, request.adapters)
     if request.template is not None:
         manifest = with_template(manifest, request.template)
     on_status("writing manifest")
     manifest = store.put(manifest)
     on_status("success")
     return manifest
+
+
+def with_adapter(store: ModelStore, manifest: Manifest, adapters: Mapping[str, str]) -> Manifest:
+    """The model with this LoRA adapter: one GGUF, or a safetensors file with its configuration.
+
+    Raises BadRequest, ModelNotFound or BadModelFile.
+    """
+    files = [_adapter_file(store, name, digest) for name, digest in adapters.items()]
+    weights = [file for file in files if file.name.endswith((".gguf", ".safetensors"))]
+    if len(weights) != 1:
+        raise BadRequest("only one adapter is currently supported")
+    if weights[0].name.endswith(".gguf"):
+        header = _gguf_header(store.blob_path(weights[0].digest), weights[0].name)
+        if header.metadata.get("general.type") != "adapter":
+            raise BadRequest(f"{weights[0].base_name} is no adapter; a model stands after FROM")
+        if header.architecture and manifest.format == "gguf":
+            _check_same_kind(header.architecture, manifest)
+    elif not any(file.base_name == "adapter_config.json" for file in files):
+        raise BadRequest("a safetensors adapter needs its adapter_config.json beside it")
+    kept = tuple(file for file in manifest.files if file.role != "adapter")
+    return replace(manifest, files=(*kept, *files))
+
+
+def _check_same_kind(architecture: str, manifest: Manifest) -> None:
+    if architecture != manifest.architecture:
+        raise BadRequest(
+            f"the adapter is for models of the architecture {architecture}, "
+            f"{manifest.name.display} is {manifest.architecture}"
+        )
+
+
+def _gguf_header(path: Path, name: str) -> gguf.GGUFHeader:
+    try:
+        return gguf.read_header(path, name)
+    except FormatError as error:
+        raise BadModelFile(str(error)) from None
+
+
+def _adapter_file(store: ModelStore, name: str, digest: str) -> ManifestFile:
+    path = _uploaded_path(store, name, digest)
+    base = name.rpartition("/")[2]
+    if not base.endswith((".gguf", ".safetensors", ".json")):
+        if not gguf.is_gguf(path):
+            raise BadRequest(f"unknown type: {name} is no adapter, which is GGUF or safetensors")
+        base += ".gguf"
+    return ManifestFile(f"adapter/{base}", "adapter", checked_digest(digest), path.stat().st_size)
 
 
 def with_template(manifest: Manifest, text: str) -> Manifest:
@@ -151,12 +175,7 @@ def _start(store: ModelStore, request: CreateRequest, on_status: OnStatus) -> Ma
 
 
 def _uploaded(store: ModelStore, name: str, digest: str) -> ManifestFile:
-    if not is_safe_file_name(name):
-        raise BadRequest("file path must be relative")
-    plain = checked_digest(digest)
-    if not store.has_blob(plain):
-        raise ModelNotFound(name, f"blob sha256:{plain} of {name} was not uploaded")
-    path = store.blob_path(plain)
+    path = _uploaded_path(store, name, digest)
     role = role_of(name)
     if role is None:
         try:
@@ -166,7 +185,17 @@ def _uploaded(store: ModelStore, name: str, digest: str) -> ManifestFile:
         if not is_model:
             raise BadRequest(f"unknown type: {name} is neither GGUF nor a file of a model folder")
         role = "weights"
-    return ManifestFile(name, role, plain, path.stat().st_size)
+    return ManifestFile(name, role, checked_digest(digest), path.stat().st_size)
+
+
+def _uploaded_path(store: ModelStore, name: str, digest: str) -> Path:
+    """Where the uploaded file lies. Its name and digest come from the client."""
+    if not is_safe_file_name(name):
+        raise BadRequest("file path must be relative")
+    plain = checked_digest(digest)
+    if not store.has_blob(plain):
+        raise ModelNotFound(name, f"blob sha256:{plain} of {name} was not uploaded")
+    return store.blob_path(plain)
 
 
 def checked_digest(text: str) -> str:

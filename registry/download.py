@@ -24,7 +24,7 @@ from typing import TypeVar
 from .errors import DigestMismatch, NotEnoughSpace, SourceUnavailable
 from .settings import PullSettings
 from .store import ModelStore
-from .transfer import Busy, Cancelled, RemoteFile, Transfer, raise_for_status
+from .transfer import Budget, Busy, Cancelled, RemoteFile, Transfer, raise_for_status
 from .web import NETWORK_ERRORS, Session, origin_of
 
 log = logging.getLogger("llmd.registry.download")
@@ -50,6 +50,7 @@ class Downloader:
     def __init__(self, store: ModelStore, settings: PullSettings | None = None) -> None:
         self.store = store
         self.settings = settings or PullSettings()
+        self._budget = Budget(self.settings.rate_limit)
         self._running: dict[str, _Shared] = {}  # by the key of the file; each has a listener
 
     def __repr__(self) -> str:
@@ -83,11 +84,14 @@ class Downloader:
         return max(0, file.size - there)
 
     def _start(self, file: RemoteFile, settings: PullSettings) -> _Shared:
-        transfer = Transfer(file, self.store.partial_path(file.key), settings)
+        transfer = Transfer(file, self.store.partial_path(file.key), settings, self._budget)
 
         def run() -> str:
-            path, digest = transfer.run()
-            return self.store.add_blob(path, digest, is_verified=True)
+            with transfer.its_turn():
+                if file.sha256 is not None and self.store.has_blob(file.sha256):
+                    return file.sha256  # another process has brought it
+                path, digest = transfer.run()
+                return self.store.add_blob(path, digest, is_verified=True)
 
         shared = _Shared(transfer, asyncio.create_task(in_thread(run)))
         self._running[file.key] = shared

@@ -8,6 +8,7 @@ class (an HTTP status) is the daemon's affair.
     ├── ModelNotFound        well-formed, but not here; from `pull`: no source has it either
     ├── SourceUnavailable    a source could not be reached, or gave out; another may serve
     ├── AccessDenied         a source wants a token, or the acceptance of a licence
+    ├── TermsNotAccepted     the model's makers have terms that the user has not accepted yet
     ├── DigestMismatch       bytes are not the ones that were promised
     ├── NotEnoughSpace       carries both sizes, in bytes
     ├── BadModelFile         broken, truncated, changed or missing file of a model
@@ -45,6 +46,16 @@ class SourceUnavailable(RegistryError):
 
 class AccessDenied(RegistryError):
     """The source knows the model and does not hand it to this user. The text says what to do."""
+
+
+class TermsNotAccepted(RegistryError):
+    """Nothing was fetched. The text holds the terms and how to accept them."""
+
+    def __init__(self, name: str, terms: str) -> None:
+        super().__init__(
+            f"{name} comes under these terms:\n{terms}\n\n"
+            f"pull it with --accept-terms (in the API: accept_terms) to accept them"
+        )
 
 
 class DigestMismatch(RegistryError):

@@ -82,12 +82,18 @@ def default_places() -> list[Path]:
     return [path for path in dict.fromkeys(candidates) if path.is_dir()]
 
 
-def discover(path: Path) -> list[Found]:
-    """The models below this path. Raises ModelNotFound if there is no such path or none in it."""
-    if not path.exists():
-        raise ModelNotFound(str(path), f"there is no file or folder {path}")
-    found = list(_discover(path))
-    if not found:
+def discover(path: Path, *, may_be_empty: bool = False) -> list[Found]:
+    """The models below this path. Raises ModelNotFound if there is no such path or none in it,
+    BadModelFile if it may not be read."""
+    try:
+        if not path.exists():
+            raise ModelNotFound(str(path), f"there is no file or folder {path}")
+        found = list(_discover(path))
+    except OSError as error:
+        if may_be_empty:
+            return []
+        raise BadModelFile(f"{error.filename or path} cannot be read: {error.strerror}") from None
+    if not found and not may_be_empty:
         raise ModelNotFound(str(path), f"no model of a known kind is in {path}")
     return sorted(found, key=lambda model: model.name.key)
 

@@ -10,13 +10,15 @@ Pure: bytes in, values out. Whatever is wrong is Unsupported or BadModelFile.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import BadModelFile, Unsupported
-from .manifest import is_digest
+from .manifest import Manifest, is_digest
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_TEXT_BYTES = 4 << 20  # of one template, licence, ...
@@ -126,3 +128,94 @@ def _json(text: str | None, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
         raise BadModelFile(f"the settings of {what} cannot be read")
     return value
+
+
+# ------------------------------------------------------------------------ the other way round
+
+CONFIG_TYPE = "application/vnd.docker.container.image.v1+json"
+_KIND_OF_ROLE = {role: kind for kind, (role, _) in FILE_KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PushLayer:
+    """A blob to send: a file, or the few bytes themselves."""
+
+    kind: str  # the last word of its media type; "config" for the config
+    digest: str
+    size: int
+    content: Path | bytes
+
+    @property
+    def media_type(self) -> str:
+        """As it stands in the manifest."""
+        return CONFIG_TYPE if self.kind == "config" else MEDIA_PREFIX + self.kind
+
+
+def layers_of(manifest: Manifest, places: Mapping[str, Path]) -> tuple[PushLayer, ...]:
+    """The model as layers, the config last; `places` is where each file lies.
+
+    Raises Unsupported for what the format cannot hold.
+    """
+    name = manifest.name.display
+    if manifest.format != "gguf":
+        raise Unsupported(f"{name} is a {manifest.format} model; only GGUF models can be pushed")
+    if len(manifest.files_of("weights")) != 1:
+        raise Unsupported(f"{name} has its weights in several files; merge them before the push")
+    if manifest.template is not None and manifest.go_template is None:
+        raise Unsupported(
+            f"{name} has a prompt template in Jinja, which other tools of this registry cannot "
+            f"read; create it anew with a Go template, or without one"
+        )
+    layers = []
+    for file in manifest.files:
+        kind = _KIND_OF_ROLE.get(file.role)
+        if kind is None:
+            raise Unsupported(f"{name} has a {file.role} file, which cannot be pushed")
+        layers.append(PushLayer(kind, file.digest, file.size, places[file.name]))
+    layers += [_text_layer(kind, text) for kind, text in _texts_of(manifest)]
+    config = {
+        "model_format": "gguf",
+        "model_family": manifest.family,
+        "model_families": [manifest.family],
+        "model_type": manifest.parameter_size,
+        "file_type": manifest.quantization,
+        "architecture": "amd64",
+        "os": "linux",
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer.digest}" for layer in layers]},
+    }
+    return (*layers, _text_layer("config", json.dumps(config)))
+
+
+def _texts_of(manifest: Manifest) -> list[tuple[str, str]]:
+    settings = [
+        ("template", manifest.go_template),
+        ("system", manifest.system),
+        ("params", json.dumps(dict(manifest.params)) if manifest.params else None),
+        ("messages", json.dumps([dict(m) for m in manifest.messages]) or None),
+        ("license", manifest.license),
+    ]
+    return [(kind, text) for kind, text in settings if text and text != "[]"]
+
+
+def _text_layer(kind: str, text: str) -> PushLayer:
+    content = text.encode()
+    return PushLayer(kind, hashlib.sha256(content).hexdigest(), len(content), content)
+
+
+def manifest_bytes(layers: tuple[PushLayer, ...]) -> bytes:
+    """The manifest over these layers."""
+    *files, config = [
+        {
+            "mediaType": layer.media_type,
+            "digest": f"sha256:{layer.digest}",
+            "size": layer.size,
+        }
+        for layer in layers
+    ]
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": config,
+        "layers": files,
+    }
+    return json.dumps(manifest, separators=(",", ":")).encode()

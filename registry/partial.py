@@ -2,6 +2,7 @@
 
     partial/sha256-<key>.data    the bytes, sparse, at their final size
     partial/sha256-<key>.json    how far each part is filled, from its start
+    partial/sha256-<key>.lock    held by the process that fetches it
 
 The journal is written to a temporary name and renamed, a few times a second, after the bytes it
 speaks of were handed to the system. A killed process therefore loses at most the last fraction of
@@ -110,3 +111,12 @@ class PartialFile:
                     return old_part, filled
         self.data_path.unlink(missing_ok=True)
         return part_bytes, fresh
+
+
+def journaled(stem: Path, size: int) -> int:
+    """How many bytes an unfinished file of this size has, by its journal alone."""
+    try:
+        fields = json.loads(stem.with_name(stem.name + ".json").read_bytes())
+        return sum(int(n) for n in fields["filled"]) if fields["size"] == size else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -26,9 +26,10 @@ from .errors import (
     NameInvalid,
     RegistryError,
     SourceUnavailable,
+    TermsNotAccepted,
 )
 from .manifest import Manifest
-from .names import HUB_HOST, ModelName
+from .names import DEFAULT_HOST, HUB_HOST, ModelName
 from .settings import PullSettings
 from .sources.base import Fetched, OnProgress, PullProgress, Source, Work
 from .sources.hub import HubSource
@@ -40,7 +41,16 @@ from .store import ModelStore
 
 log = logging.getLogger("llmd.registry.pull")
 
-__all__ = ["PullProgress", "PullSettings", "Reference", "parse_reference", "pull"]
+_PATH = re.compile(r"/|~|\./|\.\./|[A-Za-z]:[\\/]|file://")
+_FILE_URL = re.compile(r"https?://[^?#]*\.gguf(?:[?#]|\Z)", re.IGNORECASE)
+_HUB_FILE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+)/([^/]+)/(?:blob|resolve)/main/"
+    r"([^/?#]+)\.gguf(?:\?download=true)?\Z",
+    re.IGNORECASE,
+)
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,200}\Z")
+
+__all__ = ["PullProgress", "PullSettings", "Reference", "check_terms", "parse_reference", "pull"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +60,51 @@ class Reference:
     name: ModelName
     path: Path | None = None  # a local model
     url: str | None = None  # a GGUF file
+    revision: str = ""  # of a repository of the hub
+    select: str | None = None  # a quantization of the repository, or ""; None: the name's tag
     is_plain_http: bool = False  # the name was given with http://
+
+    @property
+    def display(self) -> str:
+        """Unlike for each two references that bring something else."""
+        place = self.path or self.url or ""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.name.display}{revision}" + (f" from {place}" if place else "")
+
+
+def is_place(text: str) -> bool:
+    """Whether the text is more than a name: a path, a file's address, a name with a revision."""
+    return (
+        _PATH.match(text) is not None or _FILE_URL.match(text) is not None or "@" in text
+    ) and "\0" not in text
 
 
 def parse_reference(text: str) -> Reference:
     """A model name, an absolute path, or the address of a GGUF file. Raises NameInvalid."""
-    if re.match(r"https?://", text, re.IGNORECASE) and urlsplit(text).path.lower().endswith(
-        ".gguf"
-    ):
+    if on_hub := _HUB_FILE.match(text):  # what people copy from the browser's address line
+        return Reference(ModelName.parse(f"{HUB_HOST}/{on_hub[1]}/{on_hub[2]}:{on_hub[3]}"))
+    if _FILE_URL.match(text):
         path = Path(unquote(urlsplit(text).path))
         return Reference(name_from_path(path), url=text)
     if text.startswith("file://"):
-        text = urlsplit(text).path
-    if text.startswith(("/", "~")) or re.match(r"[A-Za-z]:[\\/]", text):
+        text = unquote(urlsplit(text).path)
+    if _PATH.match(text):
+        if text.startswith("."):
+            raise NameInvalid(text, "a local model is named by its absolute path")
         path = Path(text).expanduser()
         return Reference(name_from_path(path), path)
-    if text.startswith(("./", "../")):
-        raise NameInvalid(text, "a local model is named by its absolute path")
-    return Reference(ModelName.parse(text), is_plain_http=text.lower().startswith("http://"))
+    is_plain_http = text.lower().startswith("http://")
+    named, at, revision = text.partition("@")
+    if not at:
+        return Reference(ModelName.parse(text), is_plain_http=is_plain_http)
+    if not _REVISION.match(revision) or ".." in revision:
+        raise NameInvalid(text, "after @ stands the revision of a repository: a branch or a commit")
+    name = ModelName.parse(named)
+    select = None
+    if ":" not in named.rpartition("/")[2]:  # the revision is what tells it from its siblings
+        name = replace(name, tag=re.sub(r"[^A-Za-z0-9_.-]+", "-", revision)[:80])
+        select = ""
+    return Reference(name, revision=revision, select=select, is_plain_http=is_plain_http)
 
 
 def name_from_path(path: Path) -> ModelName:
@@ -125,8 +162,12 @@ def sources_of(
         return [UrlSource(reference.url, settings)]
     if reference.is_plain_http and not settings.insecure:
         raise NameInvalid(name.display, "insecure protocol http")
-    if name.host == HUB_HOST:
-        return [HubSource(f"{name.namespace}/{name.model}", name.tag, settings)]
+    repo = f"{name.namespace}/{name.model}"
+    select = name.tag if reference.select is None else reference.select
+    if name.host == HUB_HOST or reference.revision:
+        if name.host not in (HUB_HOST, DEFAULT_HOST) or name.is_bare:
+            raise NameInvalid(f"{name}@{reference.revision}", "only hf.co/org/repo has revisions")
+        return [HubSource(repo, select, settings, reference.revision)]
     if alias is not None:
         return [
             HubSource(entry.repo, entry.select, settings)
@@ -134,11 +175,21 @@ def sources_of(
             else PythonIndexSource(entry, settings)
             for entry in alias.sources
         ]
-    return [OllamaRegistrySource(name, settings)]
+    registry = OllamaRegistrySource(name, settings)
+    if name.host == DEFAULT_HOST and not name.is_bare:  # org/repo is how people write both
+        return [HubSource(repo, select, settings), registry]
+    return [registry]
+
+
+def check_terms(store: ModelStore, reference: Reference, settings: PullSettings) -> None:
+    """Raises TermsNotAccepted, unless there are none, or the model is here already."""
+    alias = _alias_of(reference, settings)
+    if alias is not None and alias.terms and not store.has(reference.name):
+        raise TermsNotAccepted(reference.name.display, alias.terms)
 
 
 def _alias_of(reference: Reference, settings: PullSettings) -> Alias | None:
-    if reference.path is not None or reference.url is not None:
+    if reference.path is not None or reference.url is not None or reference.revision:
         return None
     return load_aliases(settings.user_aliases).get(reference.name)
 
@@ -157,20 +208,20 @@ async def _first_that_serves(
             log.info("source passed over", extra={"source": source.label, "reason": str(error)})
             if number + 1 < len(sources):
                 work.say(f"{error}; trying {sources[number + 1].label}")
-    raise _summary(reference.name, failures)
+    raise _summary(reference, failures)
 
 
-def _summary(name: ModelName, failures: Sequence[RegistryError]) -> RegistryError:
+def _summary(reference: Reference, failures: Sequence[RegistryError]) -> RegistryError:
     """The one error that stands for all sources. An unreachable one may have had the model."""
     reasons = "; ".join(str(error) for error in failures)
     text = f"pull model manifest: {reasons}"
     if any(isinstance(error, SourceUnavailable) for error in failures):
         return SourceUnavailable(text)
     if all(isinstance(error, ModelNotFound) for error in failures):
-        hint = "; a repository of the Hugging Face hub is named hf.co/org/repo"
+        is_plain = reference.url is None and reference.path is None and reference.name.is_bare
+        hint = "; a repository of the Hugging Face hub is named hf.co/org/repo" if is_plain else ""
         return ModelNotFound(
-            name.display,
-            f"pull model manifest: file does not exist: {reasons}{hint if name.is_bare else ''}",
+            reference.name.display, f"pull model manifest: file does not exist: {reasons}{hint}"
         )
     return AccessDenied(text)
 
@@ -179,6 +230,7 @@ def _install(store: ModelStore, name: ModelName, fetched: Fetched) -> Manifest:
     try:
         return make_manifest(name, fetched, inspect_fetched(store, fetched))
     except BadModelFile as error:
+        store.drop(fetched.files)  # nobody would miss them before the next collection
         raise BadModelFile(f"{fetched.source} served an unusable model: {error}") from None
 
 

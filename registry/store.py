@@ -5,6 +5,7 @@
     <root>/blobs/sha256-<64 hex>                         content, never changed once it is there
     <root>/partial/                                      unfinished downloads; may be resumed
     <root>/temp/                                         files being made; meaningless after a crash
+    <root>/locks/                                        between processes (locking.py)
 
 A file becomes visible in one rename, after its bytes are on the disk: blobs first, the manifest
 last. So a crash at any point leaves the old model or the new one, never half a model, and at worst
@@ -13,8 +14,9 @@ a blob that no manifest names, which `collect` finds. Removal goes the other way
 `collect` deletes nothing while any manifest cannot be read: what that one needs is not known.
 
 Owner: the daemon's event loop, or one thread at a time; calls are short, except `add_blob` and
-`verify`, which hash whole files and belong into a thread. Two processes may share a root: each
-rename is atomic, and blobs younger than GRACE_S are never collected.
+`verify`, which hash whole files and belong into a thread. Two processes may share a root: changes
+of manifests exclude each other, one of two downloads of a file waits for the other, and only who
+is alone in the folder collects.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BadModelFile, DigestMismatch, ModelNotFound, StoreDamaged, Unsupported
+from .linking import hard_link, reflink
+from .locking import FileLock
 from .manifest import Manifest, ManifestFile, is_digest
 from .names import ModelName
 
@@ -61,8 +66,10 @@ class ModelStore:
         self.root = root
         # Blobs that someone is about to name in a manifest, and how many do so. Never removed.
         self._pins: Counter[str] = Counter()
-        for folder in (self.manifests, self.blobs, self.partial, self.temp):
+        self._pins_lock = threading.Lock()  # held while a pin is set, and while a blob is removed
+        for folder in (self.manifests, self.blobs, self.partial, self.temp, self.locks):
             folder.mkdir(parents=True, exist_ok=True)
+        self._presence = FileLock(self.locks / "in-use")
         self._check_layout()
 
     def __repr__(self) -> str:
@@ -88,6 +95,31 @@ class ModelStore:
         """The folder of files in the making."""
         return self.root / "temp"
 
+    @property
+    def locks(self) -> Path:
+        """The folder of locks between processes."""
+        return self.root / "locks"
+
+    # --------------------------------------------------------------- processes
+
+    def enter(self) -> bool:
+        """Tell other processes that this one uses the folder, until it ends or leaves.
+
+        True if it is the only one, as far as those that enter are concerned.
+        """
+        is_alone = self._presence.take()
+        if not self._presence.take(is_shared=True):  # Windows: the other one has it alone
+            log.info("the models folder is in use by another process too")
+        return is_alone
+
+    def leave(self) -> None:
+        """The opposite of `enter`."""
+        self._presence.release()
+
+    def _changing(self) -> AbstractContextManager[None]:
+        """One process at a time changes manifests or removes blobs."""
+        return FileLock(self.locks / "change").held()
+
     # ------------------------------------------------------------------ models
 
     def list(self) -> list[Manifest]:
@@ -112,22 +144,27 @@ class ModelStore:
         path = self._manifest_path(name)
         return self._read(path) if path.is_file() else None
 
+    def has(self, name: ModelName) -> bool:
+        """Whether there is a model of this name, readable or not."""
+        return self._manifest_path(name).is_file()
+
     def put(self, manifest: Manifest) -> Manifest:
         """Make the model visible, or replace it. Its files must be there already.
 
         A name that exists keeps its spelling; what is returned has it. Blobs that only the
         replaced model used are removed. Raises BadModelFile if a file is missing.
         """
-        for file in manifest.files:
-            self.path_of(file)
-        replaced = self._find_readable(manifest.name)
-        if replaced is not None:
-            manifest = manifest.renamed(replaced.name)
-        path = self._manifest_path(manifest.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._write_atomically(path, manifest.to_json().encode())
-        if replaced is not None:
-            self._drop_blobs_of(replaced)
+        with self._changing():
+            for file in manifest.files:
+                self.path_of(file)
+            replaced = self._find_readable(manifest.name)
+            if replaced is not None:
+                manifest = manifest.renamed(replaced.name)
+            path = self._manifest_path(manifest.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_atomically(path, manifest.to_json().encode())
+            if replaced is not None:
+                self._drop_blobs(replaced.files)
         return manifest
 
     def delete(self, name: ModelName) -> Manifest:
@@ -135,14 +172,15 @@ class ModelStore:
 
         Returns what was removed. Raises ModelNotFound.
         """
-        manifest = self.get(name)
-        path = self._manifest_path(name)
-        path.unlink()
-        _sync_folder(path.parent)
-        for folder in list(path.parents)[:3]:
-            with contextlib.suppress(OSError):  # not empty: another tag or model is in it
-                folder.rmdir()
-        self._drop_blobs_of(manifest)
+        with self._changing():
+            manifest = self.get(name)
+            path = self._manifest_path(name)
+            path.unlink()
+            _sync_folder(path.parent)
+            for folder in list(path.parents)[:3]:
+                with contextlib.suppress(OSError):  # not empty: another tag or model is in it
+                    folder.rmdir()
+            self._drop_blobs(manifest.files)
         return manifest
 
     def copy(self, source: ModelName, target: ModelName) -> Manifest:
@@ -172,6 +210,16 @@ class ModelStore:
                 f"{path} was changed after it was taken in; run `llmd verify`, or import it again"
             )
         return path
+
+    def problems_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """One sentence for each file that is gone or was changed; reads no content."""
+        problems = []
+        for file in manifest.files:
+            try:
+                self.path_of(file)
+            except BadModelFile as error:
+                problems.append(str(error))
+        return tuple(problems)
 
     def blob_path(self, digest: str) -> Path:
         """Where a blob lies, or would. The digest is checked before it becomes a path."""
@@ -233,29 +281,41 @@ class ModelStore:
     @contextmanager
     def pinned(self) -> Iterator[Callable[[str], None]]:
         """Gives a function; the blobs it is told, here or yet to come, stay until the end."""
-        held: list[str] = []
+        held: set[str] = set()
 
         def pin(digest: str) -> None:
-            held.append(digest)
-            self._pins[digest] += 1
+            with self._pins_lock:
+                if digest not in held:
+                    held.add(digest)
+                    self._pins[digest] += 1
 
         try:
             yield pin
         finally:
-            self._pins.subtract(held)
-            self._pins = +self._pins
+            with self._pins_lock:
+                self._pins.subtract(held)
+                self._pins = +self._pins
 
-    def link_blob(self, path: Path, digest: str) -> bool:
-        """Share a file of this disk by a hard link; False where the system refuses that."""
+    def share_blob(self, path: Path, digest: str) -> str:
+        """Have a file of someone else's among the blobs, without a copy of its bytes.
+
+        Returns the storage that came of it: "blob" for a reflink, which is ours alone, "link" for
+        a hard link, "external" where neither is possible and nothing was done.
+        """
         target = self.blob_path(digest)
         if target.exists():
-            return target.samefile(path)
-        try:
-            os.link(path, target, follow_symlinks=True)
-        except OSError:
-            return False
+            return "link" if target.samefile(path) else "blob"
+        clone = self.temp / secrets.token_hex(8)
+        if reflink(path, clone):
+            clone.chmod(0o444)
+            clone.replace(target)
+            storage = "blob"
+        elif hard_link(path, target):
+            storage = "link"
+        else:
+            return "external"
         _sync_folder(self.blobs)
-        return True
+        return storage
 
     # -------------------------------------------------------------- housekeeping
 
@@ -265,28 +325,45 @@ class ModelStore:
         Raises StoreDamaged, having removed nothing, if any manifest cannot be read.
         """
         now = time.time() if now is None else now
-        used = self._used_digests()
-        doomed = [
-            path
-            for path in self.blobs.iterdir()
-            if path.name.startswith("sha256-")
-            and path.name.removeprefix("sha256-") not in used
-            and _age(path, now) > GRACE_S
-        ]
-        doomed += [path for path in self.partial.iterdir() if _age(path, now) > PARTIAL_AGE_S]
-        doomed += [path for path in self.temp.iterdir() if _age(path, now) > GRACE_S]
-        size = sum(_size_on_disk(path) for path in doomed)
-        if not dry_run:
-            for path in doomed:
+        with self._changing():
+            used = self._used_digests()
+            doomed = [
+                path
+                for path in self.blobs.iterdir()
+                if path.name.startswith("sha256-")
+                and path.name.removeprefix("sha256-") not in used
+                and _age(path, now) > GRACE_S
+            ]
+            doomed += [path for path in self.partial.iterdir() if _age(path, now) > PARTIAL_AGE_S]
+            doomed += [path for path in self.temp.iterdir() if _age(path, now) > GRACE_S]
+            sizes = {path: _size_on_disk(path) for path in doomed}
+            if not dry_run:
+                doomed = [path for path in doomed if self._remove(path)]
+            return Collected(tuple(doomed), sum(sizes[path] for path in doomed))
+
+    def _remove(self, path: Path) -> bool:
+        """Unless it is a blob that someone has pinned meanwhile, or the system forbids it."""
+        with self._pins_lock:
+            if path.name.removeprefix("sha256-") in self._pins:
+                return False
+            try:
                 _remove(path)
-        return Collected(tuple(doomed), size)
+            except OSError as error:
+                log.warning("not removed: %s", error)
+                return False
+            return True
 
     def verify(
-        self, manifest: Manifest, on_progress: Callable[[ManifestFile, int], None] | None = None
+        self,
+        manifest: Manifest,
+        on_progress: Callable[[ManifestFile, int], None] | None = None,
+        *,
+        remove_damaged: bool = False,
     ) -> tuple[str, ...]:
         """Hash every file again; returns one sentence for each that is not as it should be.
 
-        Blocking. `on_progress` is told the file and its bytes hashed so far.
+        Blocking. `on_progress` is told the file and its bytes hashed so far. A damaged blob may be
+        removed, never a file of someone else's; a pull then brings it anew.
         """
         problems = []
         for file in manifest.files:
@@ -303,6 +380,8 @@ class ModelStore:
                 continue
             if found != file.digest:
                 problems.append(f"{file.name} is damaged: want {file.digest}, got {found}")
+                if remove_damaged and file.storage != "external":
+                    self.blob_path(file.digest).unlink(missing_ok=True)
         return tuple(problems)
 
     def check(self) -> None:
@@ -358,19 +437,33 @@ class ModelStore:
             return None
 
     def _used_digests(self) -> set[str]:
-        manifests = [self._read(path) for path in self._manifest_paths()]
-        named = {file.digest for manifest in manifests for file in manifest.files}
-        return named | set(self._pins)
+        with self._pins_lock:
+            pinned = set(self._pins)
+        return pinned | self._named_digests()
 
-    def _drop_blobs_of(self, removed: Manifest) -> None:
+    def _named_digests(self) -> set[str]:
+        manifests = [self._read(path) for path in self._manifest_paths()]
+        return {file.digest for manifest in manifests for file in manifest.files}
+
+    def drop(self, files: Iterable[ManifestFile]) -> None:
+        """Remove the blobs of files that turned out to be of no use, unless a model names them.
+
+        A pin does not keep them: the caller's own may still be there.
+        """
+        with self._changing():
+            self._drop_blobs(files, keeps_pinned=False)
+
+    def _drop_blobs(self, files: Iterable[ManifestFile], keeps_pinned: bool = True) -> None:
         try:
-            used = self._used_digests()
+            used = self._named_digests()
         except StoreDamaged as error:
             log.warning("blobs kept", extra={"reason": str(error)})
             return
-        for file in removed.files:
-            if file.digest not in used:
-                self.blob_path(file.digest).unlink(missing_ok=True)
+        with self._pins_lock:
+            for file in files:
+                most = 0 if keeps_pinned else 1
+                if file.digest not in used and self._pins[file.digest] <= most:
+                    self.blob_path(file.digest).unlink(missing_ok=True)
 
     def _plain_path_of(self, file: ManifestFile) -> Path:
         return Path(file.external_path) if file.external_path else self.blob_path(file.digest)

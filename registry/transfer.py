@@ -30,7 +30,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,13 +43,15 @@ from .errors import (
     RegistryError,
     SourceUnavailable,
 )
-from .partial import PartialFile
+from .locking import FileLock
+from .partial import PartialFile, journaled
 from .settings import PullSettings
 from .web import NETWORK_ERRORS, Reply, Session, origin_of
 
 READ_BYTES = 256 << 10
 SAVE_PERIOD_S = 0.1  # what a killed process may lose
 HASH_READ_BYTES = 1 << 20
+TURN_POLL_S = 0.2
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
 
@@ -82,7 +85,9 @@ class _Refetch(Exception):
 class Transfer:
     """One run of one download."""
 
-    def __init__(self, file: RemoteFile, stem: Path, settings: PullSettings) -> None:
+    def __init__(
+        self, file: RemoteFile, stem: Path, settings: PullSettings, budget: Budget | None = None
+    ) -> None:
         self.file = file
         self.stage = "pulling"  # then "verifying"
         self._stem = stem
@@ -100,7 +105,7 @@ class Transfer:
         self._saved_at = 0.0
         self._most = 0  # the highest count of bytes that was ever saved
         self._sessions: list[Session] = []
-        self._budget = _Budget(settings.rate_limit)
+        self._budget = budget or Budget(settings.rate_limit)
 
     @property
     def completed(self) -> int:
@@ -120,6 +125,25 @@ class Transfer:
             self._grown.notify_all()
         for session in sessions:
             session.abort()
+
+    @contextmanager
+    def its_turn(self) -> Iterator[None]:
+        """Wait while another process fetches the same file, showing its progress as ours.
+
+        Raises Cancelled.
+        """
+        lock = FileLock(self._stem.with_name(self._stem.name + ".lock"))
+        while not lock.take():
+            completed = journaled(self._stem, self.file.size)
+            with self._lock:
+                self._most = max(self._most, completed)
+            if self._stop.wait(TURN_POLL_S):
+                raise Cancelled
+        try:
+            yield
+        finally:
+            lock.path.unlink(missing_ok=True)  # who waits for it makes another, and finds the blob
+            lock.release()
 
     def run(self) -> tuple[Path, str]:
         """Fetch and verify. Blocking. Returns the finished file and its sha256.
@@ -406,7 +430,7 @@ class _FollowingHash:
             self.error = error
 
 
-class _Budget:
+class Budget:
     """A bandwidth cap that all threads share: each chunk moves the time when the next may come."""
 
     def __init__(self, bytes_per_s: int) -> None:

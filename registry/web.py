@@ -23,7 +23,7 @@ import ipaddress
 import os
 import ssl
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
@@ -35,6 +35,7 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 USER_AGENT = "llmd"
 NETWORK_ERRORS = (OSError, http.client.HTTPException)
 CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+Body = bytes | Iterable[bytes]  # an iterable goes with a Content-Length of the caller's
 
 
 @dataclass(slots=True)
@@ -93,6 +94,18 @@ class Session:
             url = target
         raise SourceUnavailable(f"{origin_of(url)} redirects without end")
 
+    def send(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body | None = None
+    ) -> Reply:
+        """One request, whose redirect is the caller's affair: a body is not sent twice unasked.
+
+        Raises as `get` does.
+        """
+        sent = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity", **headers}
+        response = self._send(method, url, sent, body)
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return Reply(response.status, found, found, response, url)
+
     @property
     def _is_lax(self) -> bool:
         return self._settings.insecure
@@ -112,7 +125,9 @@ class Session:
                 except OSError:
                     continue  # already closed by the other side
 
-    def _send(self, method: str, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body | None = None
+    ) -> http.client.HTTPResponse:
         parts = urlsplit(url)
         key = _key_of(parts)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -120,12 +135,12 @@ class Session:
             path = url  # a proxy of plain http is told the whole address (RFC 9112 §3.2.2)
         was_open = key in self._open
         try:
-            return self._send_on(self._connection(key, parts), method, path, headers)
+            return self._send_on(self._connection(key, parts), method, path, headers, body)
         except NETWORK_ERRORS:
             self._drop(key)
-            if not was_open:
+            if not was_open or body is not None:
                 raise
-        return self._send_on(self._connection(key, parts), method, path, headers)
+        return self._send_on(self._connection(key, parts), method, path, headers, None)
 
     def _send_on(
         self,
@@ -133,8 +148,9 @@ class Session:
         method: str,
         path: str,
         headers: Mapping[str, str],
+        body: Body | None,
     ) -> http.client.HTTPResponse:
-        connection.request(method, path, headers=dict(headers))
+        connection.request(method, path, body, dict(headers))
         return connection.getresponse()
 
     def _connection(

@@ -127,10 +127,12 @@ class ShowBody(NameBody, frozen=True):
 
 
 class PullBody(NameBody, frozen=True):
-    """POST /api/pull."""
+    """POST /api/pull and push."""
 
     insecure: bool | None = None
     stream: bool | None = None
+    as_: str | None = msgspec.field(default=None, name="as")  # pull: the name to give it here
+    accept_terms: bool | None = None  # False: end with the terms, if there are any, unfetched
 
 
 class CopyBody(Body, frozen=True):

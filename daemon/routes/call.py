@@ -96,6 +96,12 @@ class Call:
         """Names the holder of the API key, or nobody; set by the guard (security.py)."""
         return str(self._scope.get("llmd.client", ""))
 
+    @property
+    def peer(self) -> str:
+        """The address at the other end of the connection; "" if the server does not know."""
+        client = self._scope.get("client")
+        return str(client[0]) if client else ""
+
     def header(self, name: str) -> str:
         """The header's value, or nothing. `name` in lower case."""
         wanted = name.encode("latin-1")

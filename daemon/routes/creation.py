@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,12 +18,15 @@ import msgspec
 from ...registry import create as registry_create
 from ...registry.create import BlobUpload, CreateRequest
 from ...registry.errors import DigestMismatch, RegistryError
+from ...registry.modelfile import parse
+from ...registry.pull import Reference
 from ..errors import BadRequest
-from .bodies import Message, NameBody
+from .bodies import Body, Message, NameBody
 from .call import Call, Route
 from .lookup import parse_name
 from .models import progress_line
 from .native import worker_message
+from .references import require_local
 from .replies import Family
 
 
@@ -42,14 +46,42 @@ class CreateBody(NameBody, frozen=True):
     stream: bool | None = None
 
 
+class ModelfileBody(Body, frozen=True):
+    """POST /api/modelfile."""
+
+    modelfile: str = ""
+
+
+async def read_modelfile(call: Call) -> None:
+    """POST /api/modelfile: what a Modelfile says, as the fields of a create request. The client
+    knows its own files: it makes paths of `from` and `adapters`, and uploads what is far away."""
+    found = parse(call.decode(ModelfileBody).modelfile)
+    if found.draft:
+        raise BadRequest("llmd takes no DRAFT model in a Modelfile; it drafts from the text itself")
+    await call.send_json(
+        {
+            "from": list(found.bases),
+            "adapters": list(found.adapters),
+            "template": found.template,
+            "system": found.system,
+            "license": list(found.licenses),
+            "parameters": dict(found.params),
+            "messages": [dict(message) for message in found.messages],
+            "warnings": list(found.warnings),
+        }
+    )
+
+
 async def create(call: Call) -> None:
     """POST /api/create."""
     body = call.decode(CreateBody)
     request = _request_of(body)
+    if request.base is not None and Path(request.base).is_absolute():
+        require_local(call)
     missing = registry_create.missing_parent(call.services.store, request)
     told = _Told(call, body.stream is not False)
     if missing is not None:
-        async with aclosing(call.services.downloads.pull(missing, False)) as reports:
+        async with aclosing(call.services.downloads.pull(Reference(missing), False)) as reports:
             async for report in reports:
                 await told.line(progress_line(report))
     await _run(call, request, told)
@@ -156,6 +188,14 @@ async def take_blob(call: Call) -> None:
 
 
 ROUTES = (
+    Route(
+        ("POST",),
+        "/api/modelfile",
+        read_modelfile,
+        Family.NATIVE,
+        ModelfileBody,
+        "Read a Modelfile into the fields of a create request",
+    ),
     Route(("POST",), "/api/create", create, Family.NATIVE, CreateBody, "Make a model"),
     Route(
         ("HEAD",),

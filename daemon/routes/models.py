@@ -18,18 +18,21 @@ from typing import Any
 from ...registry.errors import ModelNotFound, NameInvalid, RegistryError, SourceUnavailable
 from ...registry.manifest import Manifest
 from ...registry.names import ModelName
+from ...registry.pull import Reference
 from ..errors import BadRequest, DaemonError, Forbidden, NotFound, Unauthorized
 from .bodies import Body, CopyBody, NameBody, PullBody, ShowBody
 from .call import Call, Route
 from .durations import expiry_text, local_text
-from .lookup import CLOUD_OFF, find_model, parse_name
+from .lookup import CLOUD_OFF, find_model
 from .model_info import modelfile_text, parameters_text, read_facts
+from .references import pull_reference
 from .replies import Family
 from .services import LoadedModel, PullProgress
 
 log = logging.getLogger("llmd.routes")
 
-PULL_NOT_FOUND = "pull model manifest: file does not exist"  # the CLI and others look for it
+PULL_FAILED = "pull model manifest"
+PULL_NOT_FOUND = f"{PULL_FAILED}: file does not exist"  # the CLI and others look for it
 
 
 # ----------------------------------------------------------------------- installed
@@ -146,7 +149,7 @@ async def ps(call: Call) -> None:
 
 
 def _loaded(loaded: LoadedModel) -> dict[str, Any]:
-    manifest, stats = loaded.manifest, loaded.stats
+    manifest, stats, ready = loaded.manifest, loaded.stats, loaded.ready
     return {
         "name": manifest.name.display,
         "model": manifest.name.display,
@@ -157,6 +160,9 @@ def _loaded(loaded: LoadedModel) -> dict[str, Any]:
         "size_vram": loaded.size_vram,
         "context_length": loaded.context_length,
         "devices": list(loaded.devices),
+        "pid": loaded.pid,
+        "resident_bytes": stats.rss_bytes,
+        "weights_bytes": ready.weights_bytes,
         "running": stats.running,
         "waiting": stats.waiting,
         "tokens_per_s": stats.tokens_per_s,
@@ -166,6 +172,8 @@ def _loaded(loaded: LoadedModel) -> dict[str, Any]:
             "blocks_cached": stats.blocks_cached,
             "blocks_free": stats.blocks_free,
             "bytes": stats.kv_bytes,
+            "bytes_per_token": ready.block_bytes // max(ready.block_size, 1),
+            "saved_bytes": stats.saved_bytes,
         },
     }
 
@@ -176,25 +184,33 @@ def _loaded(loaded: LoadedModel) -> dict[str, Any]:
 async def pull(call: Call) -> None:
     """POST /api/pull. Whoever asks for a model that is being pulled sees the same pull."""
     body = call.decode(PullBody)
-    name = parse_name(body.asked)
-    progress = call.services.downloads.pull(name, bool(body.insecure))
+    reference = pull_reference(call, body.asked, body.as_)
+    progress = call.services.downloads.pull(
+        reference, bool(body.insecure), body.accept_terms is not False
+    )
     async with aclosing(progress) as reports:
         try:
             async for report in reports:
-                if body.stream is not False:
+                if body.stream is not False and report.status != "success":
                     await call.send_line(progress_line(report))
-        except ModelNotFound as error:
-            log.info("pull: %s", error)
-            raise DaemonError(PULL_NOT_FOUND) from error
-        except SourceUnavailable as error:
-            raise DaemonError(f"pull model manifest: {error}") from error
         except RegistryError as error:
-            raise DaemonError(str(error)) from error
+            raise DaemonError(_pull_text(reference, error)) from error
+    # The name is told because a path or an address does not say it.
+    success = {"status": "success", "model": reference.name.display}
     if body.stream is False:
-        await call.send_json({"status": "success"})
+        await call.send_json(success)
         return
-    await call.send_line({"status": "success"})
+    await call.send_line(success)
     await call.end_stream()
+
+
+def _pull_text(reference: Reference, error: RegistryError) -> str:
+    """With the words in front that clients look for."""
+    text = str(error)
+    if reference.path is not None or not isinstance(error, ModelNotFound | SourceUnavailable):
+        return text
+    known = PULL_NOT_FOUND if isinstance(error, ModelNotFound) else PULL_FAILED
+    return text if text.startswith(known) else f"{known}: {text}"
 
 
 def progress_line(report: PullProgress) -> dict[str, Any]:
@@ -208,16 +224,27 @@ def progress_line(report: PullProgress) -> dict[str, Any]:
         line["completed"] = report.completed
     if report.source:
         line["source"] = report.source
+    if report.overall_total:
+        completed = report.overall_completed or 0
+        line["overall"] = {"total": report.overall_total, "completed": completed}
     return line
 
 
 async def push(call: Call) -> None:
-    """POST /api/push: there is nowhere to push to."""
+    """POST /api/push: to the registry that the model's name tells."""
     body = call.decode(PullBody)
     if not body.asked:
         raise BadRequest("model is required")
-    find_model(call.services, body.asked)
-    raise BadRequest("llmd does not push models to a registry")
+    name = find_model(call.services, body.asked).name
+    async with aclosing(call.services.downloads.push(name, bool(body.insecure))) as reports:
+        async for report in reports:
+            if body.stream is not False:
+                await call.send_line(progress_line(report))
+    if body.stream is False:
+        await call.send_json({"status": "success"})
+        return
+    await call.send_line({"status": "success"})
+    await call.end_stream()
 
 
 # --------------------------------------------------------------------------- cloud
@@ -263,7 +290,7 @@ ROUTES = (
     _native(("POST",), "/api/show", show, ShowBody, "All about one model"),
     _native(("GET", "HEAD"), "/api/ps", ps, None, "Loaded models"),
     _native(("POST",), "/api/pull", pull, PullBody, "Fetch a model"),
-    _native(("POST",), "/api/push", push, PullBody, "Refused: there is nowhere to push to"),
+    _native(("POST",), "/api/push", push, PullBody, "Send a model to a registry"),
     _native(("POST",), "/api/copy", copy, CopyBody, "Give a model a second name"),
     _native(("DELETE",), "/api/delete", delete, NameBody, "Remove a model"),
     _native(("GET", "HEAD"), "/api/status", status, None, "Whether a cloud is used: never"),

@@ -25,6 +25,7 @@ from ...backend.protocol import (
 )
 from ...registry.manifest import Manifest
 from ...registry.names import ModelName
+from ...registry.pull import Reference
 from ...registry.store import ModelStore
 from ..metrics import Metrics
 
@@ -68,6 +69,10 @@ class LoadedModel(Protocol):
     @property
     def stats(self) -> Stats: ...
     @property
+    def ready(self) -> Ready: ...
+    @property
+    def pid(self) -> int: ...
+    @property
     def devices(self) -> Sequence[str]: ...
 
 
@@ -103,16 +108,26 @@ class PullProgress(Protocol):
     def completed(self) -> int | None: ...
     @property
     def source(self) -> str | None: ...  # who serves it, once that is known
+    @property
+    def overall_total(self) -> int | None: ...  # of all files together
+    @property
+    def overall_completed(self) -> int | None: ...
 
 
 class Downloads(Protocol):
     """daemon.downloads: two who ask for the same model share one pull."""
 
-    def pull(self, name: ModelName, insecure: bool) -> AsyncGenerator[PullProgress, None]:
+    def pull(
+        self, what: Reference, insecure: bool = False, accepts_terms: bool = True
+    ) -> AsyncGenerator[PullProgress, None]:
         """Its progress. Ends when the model is stored; raises a RegistryError.
 
         Closing it leaves the pull; the last to leave stops it.
         """
+        ...
+
+    def push(self, name: ModelName, insecure: bool = False) -> AsyncGenerator[PullProgress, None]:
+        """Its progress. Ends when the registry has the model; raises a RegistryError."""
         ...
 
 

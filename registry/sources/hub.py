@@ -58,9 +58,11 @@ class Repo:
 class HubSource:
     """One repository, and what of it is wanted."""
 
-    def __init__(self, repo: str, select: str, settings: PullSettings) -> None:
+    def __init__(self, repo: str, select: str, settings: PullSettings, revision: str = "") -> None:
+        """`select`: a quantization, or else a revision; both where `revision` is given too."""
         self.repo = repo
         self.select = "" if select == DEFAULT_TAG else select
+        self.revision = revision
         self._settings = settings
 
     @property
@@ -72,7 +74,9 @@ class HubSource:
         """See Source."""
         try:
             found = await asyncio.wait_for(
-                in_thread(lambda: _Hub(self.repo, self._settings).look_up(self.select)),
+                in_thread(
+                    lambda: _Hub(self.repo, self._settings).look_up(self.select, self.revision)
+                ),
                 self._settings.give_up_s,
             )
         except TimeoutError:
@@ -110,14 +114,20 @@ class _Hub:
         )
         self.endpoint = str(self.api.endpoint)
 
-    def look_up(self, select: str) -> _Found:
+    def look_up(self, select: str, revision: str = "") -> _Found:
         """What to fetch. Raises a RegistryError."""
-        repo = self._repo(None)
+        repo = self._repo(revision or None)
         quants = gguf_groups(repo.files)
         if not select:
             chosen = choose_files(self.repo, repo.files)
         elif (group := match_quant(quants, select)) is not None:
             chosen = group
+        elif revision:
+            raise ModelNotFound(
+                self.repo,
+                f"{self.repo} has no quantization {select!r} at {revision}; "
+                f"it has {', '.join(quants) or 'no GGUF at all'}",
+            )
         else:
             repo = self._repo(select, quants)
             chosen = choose_files(self.repo, repo.files)

@@ -1,8 +1,9 @@
 """Models that are on this machine already: a GGUF file, a safetensors folder. Never copied.
 
-A file on the store's disk is hard-linked into the blobs, so that it stays when its owner deletes
-it; on another disk it is referred to by path. Either way its size and time are remembered, and a
-later change is noticed (`ModelStore.path_of`).
+A file on the store's disk shares its bytes with a blob (a reflink where the file system can, else a
+hard link), so that it stays when its owner deletes it; on another disk it is referred to by path.
+Unless it is a reflink its size and time are remembered, and a later change is noticed
+(`ModelStore.path_of`).
 
 Files below a folder called `blobs` that are named by their sha256, as other model tools keep them,
 are not hashed again.
@@ -73,11 +74,10 @@ def take_file(
         raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise BadModelFile(f"{path} changes while it is read; try again when it is complete")
-    if store.has_blob(digest) and not store.blob_path(digest).samefile(real):
+    storage = store.share_blob(real, digest)
+    if storage == "blob":
         return ManifestFile(name, role, digest, after.st_size)
-    is_linked = store.link_blob(real, digest)
-    storage = "link" if is_linked else "external"
-    external = None if is_linked else str(real)
+    external = str(real) if storage == "external" else None
     return ManifestFile(name, role, digest, after.st_size, storage, external, after.st_mtime_ns)
 
 

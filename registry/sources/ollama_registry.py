@@ -3,23 +3,20 @@
     GET /v2/<namespace>/<model>/manifests/<tag>     the manifest
     GET /v2/<namespace>/<model>/blobs/sha256:<hex>  a blob, or a redirect to where it is
 
-A registry that wants a token names the place to get one; that place must be on the registry's own
-host, so that nobody can have our requests signed for elsewhere.
+A registry that wants a token names the place to get one (bearer.py).
 
-Source: the protocol as written down in issue 4; RFC 6750 (Bearer).
+Source: the protocol as written down in issue 4.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlsplit
 
 from ..download import fetch_small, in_thread
-from ..errors import AccessDenied, SourceUnavailable, Unsupported
+from ..errors import SourceUnavailable, Unsupported
 from ..names import ModelName
 from ..ollama_format import (
     MANIFEST_TYPE,
@@ -33,10 +30,9 @@ from ..ollama_format import (
 )
 from ..settings import PullSettings
 from ..transfer import RemoteFile, raise_for_status
-from ..web import NETWORK_ERRORS, Session, origin_of, proxy_shown
+from ..web import NETWORK_ERRORS, Session, proxy_shown
 from .base import Fetched, WantedFile, Work
-
-_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+from .bearer import authorization_for
 
 
 class OllamaRegistrySource:
@@ -99,35 +95,13 @@ class OllamaRegistrySource:
             with Session(self._settings) as session:
                 reply = session.get(url, {"Accept": MANIFEST_TYPE})
                 if reply.status == 401:
-                    challenge = reply.headers.get("www-authenticate", "")
-                    reply.read(MAX_MANIFEST_BYTES)
-                    headers = {"Authorization": self._token(session, challenge)}
+                    authorization = authorization_for(session, reply, self._base, self.label)
+                    headers = {"Authorization": authorization}
                     reply = session.get(url, {"Accept": MANIFEST_TYPE, **headers})
                 raise_for_status(reply, self.name.display)
                 return reply.read(MAX_MANIFEST_BYTES), headers
         except NETWORK_ERRORS as error:
             raise SourceUnavailable(f"{self.label} cannot be reached: {error}") from None
-
-    def _token(self, session: Session, challenge: str) -> str:
-        """Ask for a token as anybody may. Raises AccessDenied if that is not enough."""
-        fields = dict(_CHALLENGE.findall(challenge))
-        realm = fields.get("realm", "")
-        if not challenge.startswith("Bearer ") or not realm:
-            raise AccessDenied(f"{self.label}: unauthorized: access denied")
-        if origin_of(realm) != origin_of(self._base):
-            raise AccessDenied(
-                f"{self.label} sends for a token to another host, {origin_of(realm)}; refused"
-            )
-        query = [("service", fields.get("service", ""))]
-        query += [("scope", scope) for scope in fields.get("scope", "").split()]
-        reply = session.get(f"{realm}?{urlencode(query)}", {})
-        body = reply.read(MAX_MANIFEST_BYTES)
-        try:
-            if reply.status == 200:
-                return f"Bearer {json.loads(body)['token']}"
-        except (ValueError, KeyError, TypeError):
-            pass  # an answer without a token is a refusal too
-        raise AccessDenied(f"{self.label}: unauthorized: access denied")
 
     def _texts(
         self, layers: tuple[Layer, ...], headers: Mapping[str, str]

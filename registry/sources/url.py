@@ -43,7 +43,7 @@ class UrlSource:
     def label(self) -> str:
         """For people; without a password or a signature."""
         parts = urlsplit(self._url)
-        return f"{parts.scheme}://{parts.hostname}{parts.path}"
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""

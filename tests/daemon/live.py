@@ -28,6 +28,7 @@ from llmd.daemon.worker_process import Progress, WorkerProcess
 from llmd.registry.errors import ModelNotFound, SourceUnavailable
 from llmd.registry.manifest import Manifest, ManifestFile
 from llmd.registry.names import ModelName
+from llmd.registry.pull import Reference
 from llmd.registry.store import ModelStore
 
 WORKER = Path(__file__).with_name("scripted_worker.py")
@@ -103,11 +104,16 @@ class Report:
     total: int | None = None
     completed: int | None = None
     source: str | None = None
+    overall_total: int | None = None
+    overall_completed: int | None = None
 
 
 class ScriptedDownloads:
-    async def pull(self, name: ModelName, insecure: bool) -> AsyncGenerator[Report, None]:
+    async def pull(
+        self, what: Reference, insecure: bool = False, accepts_terms: bool = True
+    ) -> AsyncGenerator[Report, None]:
         yield Report("pulling manifest")
+        name = what.name
         if name.model == "unknown":
             raise ModelNotFound(name.display, "no source has it")
         if name.model == "offline":
@@ -115,9 +121,14 @@ class ScriptedDownloads:
         digest = "ab" * 32
         for completed in (0, 60, 100):
             await asyncio.sleep(0)
-            yield Report(f"pulling {digest[:12]}", digest, 100, completed, "a test")
+            yield Report(f"pulling {digest[:12]}", digest, 100, completed, "a test", 200, completed)
         yield Report("verifying sha256 digest")
         yield Report("writing manifest")
+        yield Report("success")
+
+    async def push(self, name: ModelName, insecure: bool = False) -> AsyncGenerator[Report, None]:
+        yield Report("retrieving manifest")
+        yield Report("pushing manifest", source="a test")
 
 
 async def _spawn(load: Load, on_loading: Progress | None) -> WorkerProcess:

@@ -12,8 +12,6 @@ from llmd.registry.create import (
     BlobUpload,
     CreateRequest,
     create,
-    missing_parent,
-    request_of_modelfile,
 )
 from llmd.registry.errors import BadRequest, DigestMismatch, ModelNotFound, Unsupported
 from llmd.registry.modelfile import parse
@@ -157,22 +155,6 @@ def test_a_child_shares_its_parents_files_and_overrides_its_settings(store: Mode
     store.check()
 
 
-def test_a_modelfile_names_paths_beside_it_and_models_elsewhere(
-    store: ModelStore, tmp_path: Path
-) -> None:
-    (tmp_path / "m.gguf").write_bytes(make.tiny_gguf())
-    name = ModelName.parse("mine")
-    request = request_of_modelfile(name, "FROM ./m.gguf\nPARAMETER top_k 3", tmp_path)
-    assert missing_parent(store, request) is None
-    manifest = create(store, request)
-    assert manifest.params == {"top_k": 3}
-    assert store.path_of(manifest.files[0]).samefile(tmp_path / "m.gguf")
-    other = request_of_modelfile(name, "FROM smollm2", tmp_path)
-    assert missing_parent(store, other) == ModelName.parse("smollm2")
-    with pytest.raises(ModelNotFound, match="model 'smollm2:latest' not found"):
-        create(store, other)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "reason"),
     [
@@ -184,7 +166,8 @@ def test_a_modelfile_names_paths_beside_it_and_models_elsewhere(
         ({"base": "b", "params": {"stop": [1]}}, BadRequest, "stop must be text"),
         ({"base": "mine", "template": "{{ if }}"}, BadRequest, "^template error: missing value"),
         ({"base": "b", "quantize": "Q4_K_M"}, Unsupported, "quantizing to Q4_K_M"),
-        ({"base": "b", "adapters": {"a": "b"}}, Unsupported, "adapters"),
+        ({"base": "mine", "adapters": {"a": "b"}}, BadRequest, "invalid digest format"),
+        ({"base": "mine", "adapters": {"../a": "b"}}, BadRequest, "must be relative"),
     ],
 )
 def test_a_wrong_request_changes_nothing(

@@ -196,4 +196,29 @@ def test_an_address_of_this_machine_is_refused_unless_allowed(store: ModelStore)
 
 def test_a_page_that_is_no_gguf_is_a_name() -> None:
     assert parse_reference("https://hf.co/org/repo").url is None
-    assert parse_reference("https://hf.co/org/repo/resolve/main/m.gguf").url is not None
+    assert parse_reference("https://example.org/a/m.gguf?download=true").url is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://huggingface.co/org/repo/blob/main/m.Q8_0.gguf",
+        "https://hf.co/org/repo/resolve/main/m.Q8_0.gguf?download=true",
+        "hf.co/org/repo:m.Q8_0",
+    ],
+)
+def test_the_address_of_a_file_on_the_hub_is_that_file_of_the_repository(text: str) -> None:
+    reference = parse_reference(text)
+    assert reference.name.display == "hf.co/org/repo:m.Q8_0"
+    assert reference.url is None
+
+
+def test_a_revision_stands_after_an_at_sign() -> None:
+    pinned = parse_reference("hf.co/org/repo@refs/pr/1")
+    assert (pinned.name.display, pinned.revision) == ("hf.co/org/repo:refs-pr-1", "refs/pr/1")
+    assert pinned.select == ""
+    both = parse_reference("org/repo:Q8_0@main")
+    assert (both.name.display, both.revision, both.select) == ("org/repo:Q8_0", "main", None)
+    for wrong in ("org/repo@", "org/repo@../x", "org/repo@a b"):
+        with pytest.raises(NameInvalid):
+            parse_reference(wrong)
