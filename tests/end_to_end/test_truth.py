@@ -5,11 +5,9 @@ Real weights (SmolLM2-135M), float32, greedy. One reference run of transformers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from llmd.backend.protocol import SamplingParams
 
@@ -26,14 +24,6 @@ from .truth import (
 )
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
