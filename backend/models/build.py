@@ -33,7 +33,8 @@ def build_decoder(
     `progress(share, stage)`. Raises BadModel and UnsupportedModel.
     """
     if dtype is None:
-        reason = why_not_compiled(checkpoint.config)
+        reason = ", ".join(checkpoint.config.beyond_plain())
+        reason = reason or why_not_compiled(checkpoint.config)
         if not reason:
             progress(0.0, "preparing kernels")
             launcher = Launcher(num_threads)

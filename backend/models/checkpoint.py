@@ -1,14 +1,14 @@
 """A model's weights by their canonical names, whatever the container.
 
-Canonical are the names and shapes that Hugging Face gives a Llama. A GGUF's names are mapped, and
-what its converter changed is undone: llama.cpp stores the rows of q and k for RoPE over adjacent
-pairs where the family has `gguf_permutes_qk` (its `permute` in convert_hf_to_gguf.py).
+`places` knows which stored tensor is meant, and which of its rows. What a converter changed is
+undone here: llama.cpp stores the rows of q and k for RoPE over adjacent pairs where the family has
+`gguf_permutes_qk` (its `permute` in convert_hf_to_gguf.py), Gemma's norms are stored less one.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from ..protocol import ModelFile
 from .config import BadModel, ModelConfig, UnsupportedModel, config_from_gguf, config_from_hf
 from .container import Container, open_container
 from .dequantize import QuantBlocks
+from .places import Place, Places
+from .rope import RopeScaling, longrope_attention_factor
 
 __all__ = ["BadModel", "Checkpoint", "QuantBlocks", "UnsupportedModel", "open_checkpoint"]
 
@@ -42,10 +44,6 @@ class Checkpoint(Protocol):
         """The matrix as the integers that are stored, if they are of a kind to compute with."""
         ...
 
-    def rope_factors(self) -> list[float] | None:
-        """What each rotary frequency is divided by, where the file spells it out."""
-        ...
-
 
 def open_checkpoint(files: Sequence[ModelFile]) -> Checkpoint:
     """Raises BadModel or UnsupportedModel with one sentence; nothing is read but headers."""
@@ -54,98 +52,123 @@ def open_checkpoint(files: Sequence[ModelFile]) -> Checkpoint:
 
 def checkpoint_of(container: Container) -> Checkpoint:
     """The decoder that lies in these files. Raises BadModel or UnsupportedModel."""
-    if container.format == "gguf":
-        return _GGUFCheckpoint(container)
-    return _SafetensorsCheckpoint(container)
+    return _NamedCheckpoint(container)
 
 
-class _GGUFCheckpoint:
-    """llama.cpp's names and orders, mapped."""
-
-    format = "gguf"
+class _NamedCheckpoint:
+    """A container's tensors under the canonical names."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
+        self.format = container.format
         self.metadata = container.metadata
         self.quantization = container.quantization
-        self.config = config_from_gguf(container.metadata, container.names)
+        if container.format == "gguf":
+            config = config_from_gguf(container.metadata, container.names)
+            self.config = _with_stored_factors(config, container)
+        else:
+            self.config = config_from_hf(container.config)
+        self._prefix = _prefix_of(container)
+        self._places = Places(self.config, container.format == "gguf", self._is_stored)
+        # The last stack of experts that was read: the next expert asks for it again.
+        self._stack: tuple[str, torch.dtype, Tensor] | None = None
 
     def has(self, name: str) -> bool:
-        return _gguf_name(name) in self._container.names
+        return self._is_stored(self._places.find(name).name)
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self._unpermuted(name, self._container.tensor(_gguf_name(name), dtype))
+        place = self._places.find(name)
+        tensor = self._stored(place, dtype)
+        if place.rows is not None:
+            tensor = tensor[place.rows].contiguous()
+        if place.pairs_of_heads:
+            tensor = _unpaired(tensor, place.pairs_of_heads)
+        return tensor + 1 if place.adds_one else tensor
 
     def blocks(self, name: str) -> QuantBlocks | None:
-        found = self._container.blocks(_gguf_name(name))
-        return found and found.rows(lambda rows: self._unpermuted(name, rows))
-
-    def rope_factors(self) -> list[float] | None:
-        # llama.cpp's way to carry Llama 3's frequency scaling
-        if "rope_freqs.weight" not in self._container.names:
+        place = self._places.find(name)
+        if place.expert is not None:
             return None
-        factors = self._container.tensor("rope_freqs.weight", torch.float32)
-        return [float(factor) for factor in factors]
+        found = self._container.blocks(self._prefixed(place.name))
+        if found is None:
+            return None
+        if place.rows is not None:
+            found = found.rows(lambda rows: rows[place.rows].contiguous())
+        if place.pairs_of_heads:
+            found = found.rows(lambda rows: _unpaired(rows, place.pairs_of_heads))
+        return found
 
-    def _unpermuted(self, name: str, tensor: Tensor) -> Tensor:
-        config = self.config
-        if not config.family.gguf_permutes_qk:
-            return tensor
-        heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
-        if ".q_proj." not in name and ".k_proj." not in name:
-            return tensor
-        paired = tensor.reshape(heads, config.head_dim // 2, 2, *tensor.shape[1:])
-        return paired.transpose(1, 2).reshape(tensor.shape)
+    def _stored(self, place: Place, dtype: torch.dtype) -> Tensor:
+        name = self._prefixed(place.name)
+        if place.expert is None:
+            return self._container.tensor(name, dtype)
+        if self._stack is None or self._stack[:2] != (name, dtype):
+            self._stack = (name, dtype, self._container.tensor(name, dtype))
+        matrix = self._stack[2][place.expert]
+        return (matrix.t() if place.is_transposed else matrix).clone()
 
+    def _is_stored(self, name: str) -> bool:
+        return self._prefixed(name) in self._container.names
 
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+    def _prefixed(self, name: str) -> str:
+        if name.startswith("model.") and self._prefix:
+            return self._prefix + name.removeprefix("model.")
+        return name
 
 
-def _gguf_name(name: str) -> str:
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        return _GGUF_TOP[name]
-    layer, part, kind = match.groups()
-    return f"blk.{layer}.{_GGUF_LAYER[part]}.{kind}"
+def _prefix_of(container: Container) -> str:
+    """What stands in place of "model." where the text model is a part of another one."""
+    last = "embed_tokens.weight"
+    if container.format == "gguf" or f"model.{last}" in container.names:
+        return ""
+    found = [name for name in container.names if name.endswith(f".{last}")]
+    return min(found, key=len).removesuffix(last) if found else ""
 
 
-class _SafetensorsCheckpoint:
-    """A Hugging Face folder, whose names are the canonical ones."""
+def _unpaired(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows in adjacent pairs (0, 1), (2, 3) of each head to pairs (i, i + n)."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
-    format = "safetensors"
 
-    def __init__(self, container: Container) -> None:
-        self._container = container
-        self.metadata: Mapping[str, Any] = {}
-        self.quantization = container.quantization
-        self.config = config_from_hf(container.config)
+def _with_stored_factors(config: ModelConfig, container: Container) -> ModelConfig:
+    """With the divisors of frequencies that llama.cpp keeps in tensors: Llama 3's, and Phi's."""
 
-    def has(self, name: str) -> bool:
-        return name in self._container.names
+    def factors(name: str) -> tuple[float, ...]:
+        if name not in container.names:
+            return ()
+        return tuple(float(value) for value in container.tensor(name, torch.float32))
 
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self._container.tensor(name, dtype)
+    plain = factors("rope_freqs.weight")
+    short, long = factors("rope_factors_short.weight"), factors("rope_factors_long.weight")
+    if not (plain or short or long):
+        return config
+    layers = []
+    for layer in config.layers:
+        rope = layer.rope
+        if rope is None or rope.is_windowed:
+            layers.append(layer)
+            continue
+        if {len(each) for each in (plain, short, long) if each} != {rope.dim // 2}:
+            raise BadModel(f"the RoPE factors are not {rope.dim // 2}, as the frequencies are")
+        scaling = _longrope(config, container, short, long) if long else rope.scaling
+        layers.append(replace(layer, rope=replace(rope, divisors=plain, scaling=scaling)))
+    return replace(config, layers=tuple(layers))
 
-    def blocks(self, name: str) -> QuantBlocks | None:
-        return self._container.blocks(name)
 
-    def rope_factors(self) -> list[float] | None:
-        return None  # config.json has the rule instead
+def _longrope(
+    config: ModelConfig, container: Container, short: tuple[float, ...], long: tuple[float, ...]
+) -> RopeScaling:
+    prefix = f"{config.architecture}.rope.scaling."
+    original = int(container.metadata.get(f"{prefix}original_context_length", 4096))
+    factor = config.context_length / original
+    stored = container.metadata.get(f"{prefix}attn_factor")
+    sharpened = longrope_attention_factor(factor, original) if stored is None else float(stored)
+    return RopeScaling(
+        "longrope",
+        factor,
+        original,
+        attention_factor=sharpened,
+        short_factors=short or long,
+        long_factors=long,
+    )

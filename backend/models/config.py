@@ -1,16 +1,21 @@
 """ModelConfig: what makes one decoder differ from another, as flags.
 
-One flag-driven decoder serves the families here; a family is a row of ARCHITECTURES and the reading
-of its keys, from a config.json (Hugging Face) or from GGUF metadata. What is missing in a file gets
-the default that transformers or llama.cpp has for it.
+One flag-driven decoder serves all families. What a family is, its file in `families/` tells: it
+turns a config.json (Hugging Face) or GGUF metadata into a ModelConfig, and names where the tensors
+lie. What is missing in a file gets the default that transformers or llama.cpp has for it.
+
+    registry/formats/architectures ──name──▶ families/gemma.py ──▶ ModelConfig ──▶ Decoder
 """
 
 from __future__ import annotations
 
-import math
+import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
+
+from ...registry.formats import architectures
+from .rope import Rope
 
 
 class UnsupportedModel(Exception):
@@ -22,32 +27,58 @@ class BadModel(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How a family differs from the plain Llama block."""
+class Names:
+    """Where a family's tensors lie in one kind of file, as far as that differs from Llama.
 
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    gguf_permutes_qk: bool = False  # llama.cpp stores q and k rows for adjacent-pair RoPE
+    `parts` maps a canonical part of a layer ("self_attn.q_proj") to the part that is stored;
+    `fused` a stored part to the canonical ones whose rows it holds, one after another.
+    """
 
-
-# By `model_type` of config.json, which for these is also GGUF's general.architecture.
-ARCHITECTURES: dict[str, Family] = {
-    "llama": Family(gguf_permutes_qk=True),
-    "mistral": Family(gguf_permutes_qk=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-}
+    parts: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norms_minus_one: bool = False  # a norm multiplies with 1 + w
+    experts_transposed: bool = False  # stacks are [experts, inputs, outputs], gate and up alternate
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's stretching of the rotary frequencies (`rope_type: llama3`), or `linear`."""
+class Family:
+    """What all models of a family have in common, and how their files spell it."""
 
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context_length: int = 8192
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each head's query and key, before the rotation
+    gguf_permutes_qk: bool = False  # llama.cpp stores q and k rows for adjacent-pair RoPE
+    hf: Names = Names()
+    gguf: Names = Names()
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: which are asked, and how their answers are weighed."""
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    router: str = "softmax"  # "softmax", "sigmoid"; "topk_softmax": of the chosen logits alone
+    renormalise: bool = True  # the chosen weights sum to 1
+    scale: float = 1.0  # of the chosen weights
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_size: int = 0  # of an expert that every token asks; 0: there is none
+    shared_gate: bool = False  # its answer is multiplied with a sigmoid of the token's own
+    clamp: float = 0.0  # gpt-oss: gate and up are clamped, and the activation is its own
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One layer. A network may mix them."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None  # None: positions are not told
+    kind: str = "attention"
+    window: int | None = None  # tokens that are seen, the own one included
+    has_experts: bool = False
+    shares_kv_of: int | None = None  # an earlier layer, whose keys and values it reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,171 +94,117 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    context_length: int
+    context_length: int  # that the model was trained for
     family: Family
-    rope_scaling: RopeScaling | None = None
+    layers: tuple[LayerConfig, ...]
+    served_length: int = 0  # the longest text that will come; 0 is context_length
     tied_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    norms: str = "pre"  # "pre", "post", "sandwich" (both), "parallel" (one for both branches)
+    norm_kind: str = "rms"  # "layer": LayerNorm without a bias
+    qk_norm_full: bool = False  # RMSNorm over all heads at once
+    activation: str = "silu"
+    sinks: bool = False  # a learned logit per head in the softmax's denominator
+    attention_scale: float = 0.0  # of the scores; 0 is head_dim ** -0.5
+    attention_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    experts: Experts | None = None
 
-    def inverse_frequencies(self) -> list[float]:
-        """head_dim / 2 rotary frequencies, the scaling applied."""
-        half = self.head_dim // 2
-        plain = [self.rope_theta ** (-i / half) for i in range(half)]
-        scaling = self.rope_scaling
-        if scaling is None:
-            return plain
-        if scaling.kind == "linear":
-            return [frequency / scaling.factor for frequency in plain]
-        return [_llama3_frequency(frequency, scaling) for frequency in plain]
+    @property
+    def sliding_window(self) -> int | None:
+        """The window that all layers have; None if there is none, or more than one."""
+        windows = {layer.window for layer in self.layers}
+        return windows.pop() if len(windows) == 1 else None
+
+    def serving(self, context_length: int) -> ModelConfig:
+        """For texts of at most so many tokens; 0 is what the model was trained for."""
+        served = min(context_length or self.context_length, self.context_length)
+        return replace(self, served_length=served)
+
+    def rope_of(self, layer: LayerConfig) -> tuple[list[float], float]:
+        """The layer's rotary frequencies, and what cos and sin are multiplied with."""
+        assert layer.rope is not None
+        served = self.served_length or self.context_length
+        return layer.rope.frequencies(served), layer.rope.magnitude()
+
+    def beyond_plain(self) -> list[str]:
+        """How this differs from the plain block: pre-norm RMSNorm, one kind of attention layer
+        with RoPE over whole halves, SwiGLU. Other decoders than the one in torch may not know."""
+        first = self.layers[0]
+        differences = {
+            "layers of several kinds": any(layer != first for layer in self.layers),
+            f"{first.kind} layers": first.kind != "attention",
+            "no positions": first.rope is None,
+            "partial or paired RoPE": first.rope is not None
+            and (first.rope.dim != first.head_dim or first.rope.is_interleaved),
+            "scaled rotation": first.rope is not None
+            and (first.rope.magnitude() != 1 or first.rope.query_scaling_beta > 0),
+            f"{self.norms} norms": self.norms != "pre",
+            f"{self.norm_kind} norm": self.norm_kind != "rms",
+            "norm over all heads": self.qk_norm_full,
+            f"activation {self.activation}": self.activation != "silu",
+            "attention sinks": self.sinks,
+            "its own attention scale": self.attention_scale not in (0.0, self.head_dim**-0.5),
+            "capped scores": self.attention_softcap is not None,
+            "scaled embeddings": self.embedding_scale != 1,
+            "scaled residuals": self.residual_scale != 1,
+            "scaled logits": self.logit_scale != 1,
+            "capped logits": self.logit_softcap is not None,
+            "experts": self.experts is not None,
+        }
+        return [name for name, is_so in differences.items() if is_so]
 
 
-def _llama3_frequency(frequency: float, scaling: RopeScaling) -> float:
-    """Long waves are stretched, short ones kept, and those between blended."""
-    length = scaling.original_context_length
-    wave = 2 * math.pi / frequency
-    if wave > length / scaling.low_freq_factor:
-        return frequency / scaling.factor
-    if wave < length / scaling.high_freq_factor:
-        return frequency
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    smooth = (length / wave - scaling.low_freq_factor) / span
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+class _Reader(Protocol):
+    """A module of `families/`."""
+
+    def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig: ...
+
+    def from_gguf(self, metadata: Mapping[str, Any], names: frozenset[str]) -> ModelConfig: ...
 
 
-def family_of(architecture: str) -> Family:
-    """Raises UnsupportedModel naming the supported ones."""
-    if architecture not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModel(
-            f"architecture {architecture or '(none given)'} is not supported; supported are "
-            f"{supported}"
-        )
-    return ARCHITECTURES[architecture]
+def _family(name: str) -> _Reader:
+    return cast("_Reader", importlib.import_module(f".families.{name}", __package__))
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """From the object in config.json. Raises UnsupportedModel, or BadModel for a missing key."""
     architecture = str(raw.get("model_type", ""))
-    family = family_of(architecture)
+    inner = raw.get("text_config")
+    if isinstance(inner, Mapping) and architecture not in architectures.SAFETENSORS:
+        shared = {"tie_word_embeddings", "quantization_config"} & raw.keys()
+        raw = {**{key: raw[key] for key in shared}, **inner}  # a model that also sees
+        architecture = str(raw.get("model_type", ""))
+    refusal = architectures.unsupported(architecture, architectures.SAFETENSORS)
+    if refusal:
+        raise UnsupportedModel(refusal)
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModel(
             f"safetensors quantised by {method} are not supported; bf16, f16 and f32 are"
         )
     try:
-        heads = int(raw["num_attention_heads"])
-        hidden = int(raw["hidden_size"])
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=_hf_theta(raw),
-            context_length=int(raw.get("max_position_embeddings", 2048)),
-            family=family,
-            rope_scaling=_hf_rope_scaling(raw),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias or bool(raw.get("attention_bias", False)),
-            o_bias=bool(raw.get("attention_bias", False)) and not family.qkv_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            sliding_window=_hf_window(raw),
-        )
+        return _family(architectures.SAFETENSORS[architecture]).from_hf(raw)
     except KeyError as error:
         raise BadModel(f"config.json has no {error}") from error
     except (TypeError, ValueError) as error:
         raise BadModel(f"config.json: {error}") from error
 
 
-def _hf_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 writes rope_parameters, earlier versions rope_scaling."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _hf_theta(raw: Mapping[str, Any]) -> float:
-    return float(_hf_rope(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
-
-
-def _hf_rope_scaling(raw: Mapping[str, Any]) -> RopeScaling | None:
-    rope = _hf_rope(raw)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in ("llama3", "linear"):
-        raise UnsupportedModel(
-            f"RoPE scaling {kind} is not supported; default, linear and llama3 are"
-        )
-    return RopeScaling(
-        kind=kind,
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        original_context_length=int(rope.get("original_max_position_embeddings", 8192)),
-    )
-
-
-def _hf_window(raw: Mapping[str, Any]) -> int | None:
-    window = raw.get("sliding_window")
-    is_used = raw.get("use_sliding_window", raw.get("model_type") == "mistral")
-    return int(window) if window and is_used else None
-
-
 def config_from_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> ModelConfig:
     """From GGUF metadata. Raises UnsupportedModel, or BadModel for a missing key."""
     architecture = str(metadata.get("general.architecture", ""))
-    family = family_of(architecture)
-
-    def value(key: str, default: Any = None) -> Any:
-        found = metadata.get(f"{architecture}.{key}", default)
-        if found is None:
-            raise BadModel(f"the GGUF metadata has no {architecture}.{key}")
-        return found
-
+    refusal = architectures.unsupported(architecture, architectures.GGUF)
+    if refusal:
+        raise UnsupportedModel(refusal)
     try:
-        heads = int(value("attention.head_count"))
-        hidden = int(value("embedding_length"))
-        scaling = str(value("rope.scaling.type", "none"))
-        if scaling not in ("none", "linear"):
-            raise UnsupportedModel(
-                f"RoPE scaling {scaling} is not supported; none, linear and llama3 are"
-            )
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=len(value_of(metadata, "tokenizer.ggml.tokens")),
-            hidden_size=hidden,
-            intermediate_size=int(value("feed_forward_length")),
-            num_layers=int(value("block_count")),
-            num_heads=heads,
-            num_kv_heads=int(value("attention.head_count_kv", heads)),
-            head_dim=int(value("attention.key_length", hidden // heads)),
-            rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
-            rope_theta=float(value("rope.freq_base", 10000.0)),
-            context_length=int(value("context_length")),
-            family=family,
-            rope_scaling=RopeScaling("linear", float(value("rope.scaling.factor")))
-            if scaling == "linear"
-            else None,
-            tied_embeddings="output.weight" not in tensor_names,
-            qkv_bias="blk.0.attn_q.bias" in tensor_names,
-            o_bias="blk.0.attn_output.bias" in tensor_names,
-            mlp_bias="blk.0.ffn_down.bias" in tensor_names,
-            # llama.cpp's converter writes a window for Mistral v0.1 alone
-            sliding_window=metadata.get(f"{architecture}.attention.sliding_window") or None,
-        )
+        return _family(architectures.GGUF[architecture]).from_gguf(metadata, tensor_names)
+    except KeyError as error:
+        raise BadModel(f"the GGUF metadata has no {error.args[0]}") from error
     except (TypeError, ValueError) as error:
         raise BadModel(f"the GGUF metadata is not as expected: {error}") from error
-
-
-def value_of(metadata: Mapping[str, Any], key: str) -> Any:
-    """Raises BadModel if the key is missing."""
-    if key not in metadata:
-        raise BadModel(f"the GGUF metadata has no {key}")
-    return metadata[key]

@@ -1,24 +1,32 @@
-"""The flag-driven decoder: pre-norm RMSNorm, grouped-query attention, SwiGLU, RoPE.
+"""The flag-driven decoder in torch: every family, in any dtype, on the CPU.
 
 One step runs all chunks of a batch as one flat row of tokens. What ties them to sequences is in
-`StepInputs` alone; layers see rows.
+`StepInputs` alone; layers see rows. A layer is two branches, attention and MLP, and where their
+norms stand is the family's:
+
+    pre       h += branch(norm(h))
+    post      h += norm(branch(h))
+    sandwich  h += norm'(branch(norm(h)))
+    parallel  h += attention(norm(h)) + mlp(norm(h)), one norm for both
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..kernels.cpu_attention import Span, paged_attention
+from ..kernels.cpu_attention import Span
 from ..layers.linear import Linear
-from ..layers.norm import RMSNorm
-from ..layers.rotary import Rotary, rotate
+from ..layers.norm import Norm
+from ..layers.rotary import Rotary
+from .attention import Attention
 from .checkpoint import Checkpoint
-from .config import BadModel, ModelConfig
+from .config import LayerConfig, ModelConfig
+from .loader import Loader
+from .mlp import GatedMLP, MixtureOfExperts, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,13 @@ class StepInputs:
     offsets: Tensor  # [num_tokens] int64: the slot inside the block
     spans: tuple[Span, ...]
     logit_rows: Tensor  # [num_logits] int64: the rows whose logits are wanted
+    _angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """cos and sin of all rows; layers that rotate alike share them."""
+        if rotary.key not in self._angles:
+            self._angles[rotary.key] = rotary.angles(self.positions)
+        return self._angles[rotary.key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,55 +59,45 @@ class LayerCache:
 class _Layer:
     """One block of the network."""
 
-    def __init__(self, checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> None:
-        config = checkpoint.config
-        self._config = config
-        load = _Loader(checkpoint, f"model.layers.{index}.", dtype)
-        self._attention_norm = load.norm("input_layernorm")
-        self._mlp_norm = load.norm("post_attention_layernorm")
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._qkv = load.fused(names, config.qkv_bias)
-        self._output = load.fused(("self_attn.o_proj",), config.o_bias)
-        self._gate_up = load.fused(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
-        self._down = load.fused(("mlp.down_proj",), config.mlp_bias)
-        self._query_norm = load.norm("self_attn.q_norm") if config.family.qk_norm else None
-        self._key_norm = load.norm("self_attn.k_norm") if config.family.qk_norm else None
+    def __init__(self, load: Loader, layer: LayerConfig) -> None:
+        config = load.config
+        self._is_parallel = config.norms == "parallel"
+        self._residual_scale = config.residual_scale
+
+        def norm(name: str, *placements: str) -> Norm | None:
+            if config.norms not in placements:
+                return None
+            return load.norm(name, config.hidden_size, config.norm_kind)
+
+        self._attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
+        self._attention_out_norm = norm("attention_out_norm", "post", "sandwich")
+        self._mlp_norm = norm("post_attention_layernorm", "pre", "sandwich")
+        self._mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
+        self._attention = Attention(load, layer)
+        self._mlp: Rows
+        if layer.has_experts and config.experts is not None:
+            self._mlp = MixtureOfExperts(load, config.experts)
+        else:
+            self._mlp = GatedMLP(load, "mlp", config.intermediate_size, config.mlp_bias)
         self.size_bytes = load.size_bytes
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        _expect(self._qkv, q + 2 * kv, config.hidden_size, f"layer {index} attention")
-        _expect(self._gate_up, 2 * config.intermediate_size, config.hidden_size, f"layer {index}")
-        self._split = [q, kv, kv]
 
-    def __call__(
-        self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        hidden = hidden + self._attend(self._attention_norm(hidden), inputs, cache, cos, sin)
-        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self._down(functional.silu(gate) * up)
+    def __call__(self, hidden: Tensor, inputs: StepInputs, cache: LayerCache) -> Tensor:
+        x = _maybe(self._attention_norm, hidden)
+        attended = _maybe(self._attention_out_norm, self._attention(x, inputs, cache))
+        if self._is_parallel:
+            return hidden + attended + self._mlp(x)
+        hidden = self._added(hidden, attended)
+        answer = self._mlp(_maybe(self._mlp_norm, hidden))
+        return self._added(hidden, _maybe(self._mlp_out_norm, answer))
 
-    def _attend(
-        self, x: Tensor, inputs: StepInputs, cache: LayerCache, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        config = self._config
-        query, key, value = torch.split(self._qkv(x), self._split, dim=-1)
-        query = query.reshape(len(x), config.num_heads, config.head_dim)
-        key = key.reshape(len(x), config.num_kv_heads, config.head_dim)
-        value = value.reshape(len(x), config.num_kv_heads, config.head_dim)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        # All keys of the batch are written before any is read: chunks of one batch may share.
-        cache.keys[inputs.block_ids, :, inputs.offsets] = key
-        cache.values[inputs.block_ids, :, inputs.offsets] = value
-        mixed = paged_attention(
-            query,
-            cache.keys,
-            cache.values,
-            inputs.spans,
-            config.head_dim**-0.5,
-            config.sliding_window,
-        )
-        return self._output(mixed.reshape(len(x), -1))
+    def _added(self, hidden: Tensor, branch: Tensor) -> Tensor:
+        if self._residual_scale != 1:
+            branch = branch * self._residual_scale
+        return hidden + branch
+
+
+def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Decoder:
@@ -111,88 +116,49 @@ class Decoder:
         config = checkpoint.config
         self.config = config
         self.dtype = dtype
-        self._embedding = checkpoint.tensor("model.embed_tokens.weight", dtype)
         self._layers = []
-        for index in range(config.num_layers):
-            self._layers.append(_Layer(checkpoint, index, dtype))
+        load = Loader(checkpoint, "", dtype)
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = load.tensor("model.embed_tokens.weight", *shape)
+        for index, layer in enumerate(config.layers):
+            prefix = f"model.layers.{index}."
+            self._layers.append(_Layer(Loader(checkpoint, prefix, dtype), layer))
             progress((index + 1) / (config.num_layers + 1))
-        load = _Loader(checkpoint, "", dtype)
-        self._norm = load.norm("model.norm")
-        head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-        self._head = Linear(checkpoint.tensor(head, dtype))
-        _expect(self._head, config.vocab_size, config.hidden_size, "the head")
-        self._rotary = Rotary(frequencies_of(checkpoint), config.context_length)
-        embedding_bytes = self._embedding.numel() * self._embedding.element_size()
-        self.weights_bytes = (
-            sum(layer.size_bytes for layer in self._layers)
-            + load.size_bytes
-            + self._head.size_bytes
-            + embedding_bytes
-        )
+        self._norm = load.norm("model.norm", config.hidden_size, config.norm_kind)
+        if config.tied_embeddings:
+            self._head = Linear(self._embedding)
+            load.size_bytes += self._head.size_bytes  # its own copy, in another layout
+        else:
+            self._head = load.linear(("lm_head",), *shape)
+        self.weights_bytes = load.size_bytes + sum(layer.size_bytes for layer in self._layers)
         self.linear_layout = self._head.layout
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Logits [num_logits, vocab_size] in float32."""
-        cos, sin = self._rotary.angles(inputs.positions)
+        config = self.config
         hidden = self._embedding[inputs.token_ids]
+        if config.embedding_scale != 1:
+            # rounded as the model's own code rounds it
+            hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype)
         for layer, cache in zip(self._layers, caches, strict=True):
-            hidden = layer(hidden, inputs, cache, cos, sin)
-        return self._head(self._norm(hidden[inputs.logit_rows])).float()
-
-
-class _Loader:
-    """Takes a layer's tensors out of the checkpoint and counts their bytes."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
-        self._prefix = prefix
-        self._dtype = dtype
-        self.size_bytes = 0
-
-    def norm(self, name: str) -> RMSNorm:
-        weight = self._checkpoint.tensor(f"{self._prefix}{name}.weight", self._dtype)
-        norm = RMSNorm(weight, self._checkpoint.config.rms_norm_eps)
-        self.size_bytes += norm.size_bytes
-        return norm
-
-    def fused(self, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """Several matrices that read the same rows, as one."""
-        linear = Linear(self._joined(names, "weight"), self._bias(names) if has_bias else None)
-        self.size_bytes += linear.size_bytes
-        return linear
-
-    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
-        has = self._checkpoint.has(f"{self._prefix}{names[0]}.bias")
-        return self._joined(names, "bias") if has else None
-
-    def _joined(self, names: tuple[str, ...], kind: str) -> Tensor:
-        parts = [
-            self._checkpoint.tensor(f"{self._prefix}{name}.{kind}", self._dtype) for name in names
-        ]
-        try:
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        except RuntimeError as error:
-            raise BadModel(f"{self._prefix}{'/'.join(names)}: shapes do not fit") from error
-
-
-def _expect(linear: Linear, out_features: int, in_features: int, what: str) -> None:
-    found = (linear.out_features, linear.in_features)
-    if found != (out_features, in_features):
-        raise BadModel(f"{what} has shape {found}, {(out_features, in_features)} expected")
+            hidden = layer(hidden, inputs, cache)
+        logits = self._head(self._norm(hidden[inputs.logit_rows])).float()
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        return logits
 
 
 def frequencies_of(checkpoint: Checkpoint) -> list[float]:
-    """The model's rotary frequencies, a checkpoint's own factors applied."""
-    frequencies = checkpoint.config.inverse_frequencies()
-    factors = checkpoint.rope_factors()
-    if factors is None:
-        return frequencies
-    if len(factors) != len(frequencies):
-        raise BadModel(f"{len(factors)} RoPE factors for {len(frequencies)} frequencies")
-    return [value / factor for value, factor in zip(frequencies, factors, strict=True)]
+    """The rotary frequencies of a model whose layers all rotate alike."""
+    return checkpoint.config.rope_of(checkpoint.config.layers[0])[0]
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Keys and values of one token in all layers that keep their own."""
+    sizes = [
+        layer.num_kv_heads * layer.head_dim for layer in config.layers if layer.shares_kv_of is None
+    ]
+    return 2 * sum(sizes) * dtype.itemsize
