@@ -9,14 +9,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from .embedder import Embedder, NoEmbedder
+from .embedding_model import NoPrompts, NoRunner, load_embedder
+from .engine.batch import Runner
 from .engine.engine import Engine
 from .engine.scheduler import Scheduler, SchedulerConfig
-from .models.checkpoint import BadModel, UnsupportedModel, open_checkpoint
+from .kv_memory import KVMemory
+from .models.checkpoint import BadModel, Checkpoint, UnsupportedModel, checkpoint_of
+from .models.container import Container, open_container
+from .models.encoder_config import is_encoder
 from .prompt import PromptBuilder, RequestRefused
-from .protocol import Embed, Load, Ready, Tokenize, Tokenized
+from .protocol import Load, Ready, Tokenize, Tokenized
 from .runner.model_runner import ModelRunner, NoMemory
+from .runner.prefix_files import PrefixFiles
 from .text.chat_template import ChatTemplate, TemplateError, load_chat_template
 from .text.gguf_vocabulary import TokenizerError
 from .text.tokenizer import Tokenizer, load_tokenizer
@@ -37,17 +45,16 @@ class Model:
     tokenizer: Tokenizer
     prompts: PromptBuilder
     engine: Engine
-    runner: ModelRunner
+    runner: Runner
     ready: Ready
+
+    memory: KVMemory
+    embedder: Embedder | NoEmbedder
 
     @property
     def kv_bytes(self) -> int:
         """Physical memory that the KV cache holds now."""
-        return self.runner.kv_bytes
-
-    def set_kv_budget(self, budget_bytes: int) -> None:
-        """Let the KV cache grow to, or make it shrink to, this many bytes."""
-        self.engine.set_num_blocks(self.runner.set_kv_budget(budget_bytes))
+        return self.memory.num_bytes
 
     def tokenize(self, request: Tokenize) -> Tokenized:
         """Raises RequestRefused for ids outside the vocabulary or a template's refusal."""
@@ -59,13 +66,10 @@ class Model:
             text = self.prompts.render(request.messages, request.tools, self.prompts.template, {})
         return Tokenized(request.id, self.prompts.encode(text, request.add_bos), text)
 
-    def embed(self, request: Embed) -> tuple[list[list[float]], int]:
-        """Vectors for the texts, and the tokens that were read."""
-        raise RequestRefused("unsupported", f"{self.load.name} does not support embeddings")
-
     def close(self) -> None:
         """The worker ends: nothing of the model is needed any more."""
-        log.info("%s ends: %r", self.load.name, self.engine)
+        self.memory.save_all()
+        log.info("%s ends: %r, %r", self.load.name, self.engine, self.memory)
 
 
 def load_model(load: Load, progress: Progress) -> Model:
@@ -89,7 +93,10 @@ def load_model(load: Load, progress: Progress) -> Model:
 
 def _assemble(load: Load, progress: Progress) -> Model:
     progress(0.0, "opening")
-    checkpoint = open_checkpoint(load.files)
+    container = open_container(load.files)
+    if is_encoder(container.config, container.metadata, load.files):
+        return _assemble_encoder(load, container, progress)
+    checkpoint = checkpoint_of(container)
     tokenizer = load_tokenizer(load.files, load.cache_dir)
     progress(0.05, "reading weights")
     runner = ModelRunner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
@@ -122,8 +129,39 @@ def _assemble(load: Load, progress: Progress) -> Model:
         vocab_size=tokenizer.vocab_size,
         details=dict(runner.details),
     )
+    memory = KVMemory(engine, runner.pages, _prefix_files(load, checkpoint, runner))
     progress(1.0, "ready")
-    return Model(load, tokenizer, builder, engine, runner, ready)
+    embedder = NoEmbedder(load.name)
+    return Model(load, tokenizer, builder, engine, runner, ready, memory, embedder)
+
+
+def _assemble_encoder(load: Load, container: Container, progress: Progress) -> Model:
+    """A model that makes vectors; its engine never has work."""
+    tokenizer = load_tokenizer(load.files, load.cache_dir)
+    embedder, ready = load_embedder(load, container, tokenizer, progress)
+    runner = NoRunner()
+    engine = Engine(Scheduler(SchedulerConfig(num_blocks=1, block_size=1)), runner)
+    prompts = NoPrompts(load.name, tokenizer, ready.context_length)
+    memory = KVMemory(engine, runner, None)
+    progress(1.0, "ready")
+    return Model(load, tokenizer, prompts, engine, runner, ready, memory, embedder)
+
+
+def _prefix_files(load: Load, checkpoint: Checkpoint, runner: ModelRunner) -> PrefixFiles | None:
+    """Where this model's prefix blocks outlive its worker; None if they are not to."""
+    if not (load.cache_dir and load.prefix_budget_bytes):
+        return None
+    meaning = (
+        load.digest,
+        repr(checkpoint.config),  # rope settings among them
+        runner.details.get("dtype"),
+        runner.details.get("kernels"),
+        runner.block_size,
+        runner.block_bytes,
+    )
+    return PrefixFiles(
+        Path(load.cache_dir) / "prefixes", repr(meaning).encode(), load.prefix_budget_bytes
+    )
 
 
 def _template(load: Load, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> ChatTemplate | None:

@@ -272,6 +272,9 @@ class Stats(Message, frozen=True):
     preemptions: int = 0
     tokens_per_s: float = 0.0  # output, over the last seconds
     rss_bytes: int = 0
+    kv_wanted_bytes: int = 0  # what the KV cache should be allowed, as things are
+    step_s: float = 0.0  # how long the present step has been running; 0: none does
+    saved_bytes: int = 0  # prefixes on disk
 
 
 class Started(Message, frozen=True):

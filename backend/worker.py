@@ -3,7 +3,8 @@
 Two threads and one queue. The *reader* turns lines into prompts (template, tokenize: a long prompt
 must not stall those that decode) and answers what needs no engine. The *engine thread*, the main
 one, owns the Engine and the streams; it steps while there is work and sleeps in the queue when
-there is none.
+there is none. A third, the *pulse*, says once a second that the process lives and how long the
+present step has taken, so that a long step is not taken for a hang.
 
     stdin ──▶ reader ──Prompt, Cancel, …──▶ inbox ──▶ engine thread ──Step──▶ stdout
                  └───────────── Started, Tokenized, Failed ────────────────────▲
@@ -30,13 +31,14 @@ import psutil
 
 from . import protocol
 from .assembly import Model, load_model
+from .embedder import EmbeddingJob
 from .engine.engine import Engine, EngineRequest, SequenceOutput, Unservable
+from .kv_memory import Restored
 from .prompt import Prompt, RequestRefused
 from .protocol import (
     Cancel,
     Delta,
     Embed,
-    Embedded,
     Failed,
     Finished,
     Generate,
@@ -56,6 +58,7 @@ log = logging.getLogger("llmd.worker")
 HEARTBEAT_S = 1.0  # the sign of life that the daemon's watchdog expects
 STATS_PERIOD_S = 0.25  # what `ps --watch` can show
 RATE_WINDOW_S = 5.0  # tokens_per_s is over the last this many seconds
+HELD_S = 60.0  # a prompt that the KV budget does not allow yet is refused after this long
 
 
 class Output:
@@ -81,7 +84,8 @@ class EndOfInput:
     """stdin ended."""
 
 
-Inbox = queue.SimpleQueue[Prompt | Embed | Cancel | SetKVBudget | Shutdown | EndOfInput]
+Item = Prompt | Restored | EmbeddingJob | Cancel | SetKVBudget | Shutdown | EndOfInput
+Inbox = queue.SimpleQueue[Item]
 
 
 def serve(requests: BinaryIO, messages: BinaryIO) -> int:
@@ -107,6 +111,7 @@ def serve(requests: BinaryIO, messages: BinaryIO) -> int:
     output.send(model.ready)
     worker = Worker(model, output)
     Reader(requests, model, worker.inbox, output).start()
+    threading.Thread(target=worker.beat, name="pulse", daemon=True).start()
     return worker.run()
 
 
@@ -150,7 +155,7 @@ class Reader(threading.Thread):
         self._inbox.put(EndOfInput())
 
     def _handle(self, request: protocol.Request) -> None:
-        if isinstance(request, Generate | Tokenize):
+        if isinstance(request, Generate | Embed | Tokenize):
             try:
                 self._prepare(request)
             except RequestRefused as error:
@@ -165,15 +170,23 @@ class Reader(threading.Thread):
         else:
             self._inbox.put(request)
 
-    def _prepare(self, request: Generate | Tokenize) -> None:
+    def _prepare(self, request: Generate | Embed | Tokenize) -> None:
         if isinstance(request, Tokenize):
             self._output.send(self._model.tokenize(request))
+            return
+        if isinstance(request, Embed):
+            self._inbox.put(self._model.embedder.prepare(request))
             return
         prompt = self._model.prompts.build(request)
         if request.render_only:
             self._output.send(_started(prompt, rendered=prompt.rendered))
             self._output.send(Step([Delta(request.id, finished=Finished("stop"))]))
             return
+        restored = self._model.memory.saved_for(
+            [*prompt.prompt_ids, *request.output_ids], request.adapter, request.cache_salt
+        )
+        if restored is not None:
+            self._inbox.put(restored)
         self._inbox.put(prompt)
 
 
@@ -220,7 +233,7 @@ class Running:
 
 
 class Worker:
-    """The engine thread's side. All state here is its own."""
+    """The engine thread's side. All state here is its own; `beat` only reads some of it."""
 
     def __init__(self, model: Model, output: Output, clock: Callable[[], float] = time.monotonic):
         self.inbox: Inbox = queue.SimpleQueue()
@@ -229,7 +242,12 @@ class Worker:
         self._output = output
         self._clock = clock
         self._process = psutil.Process()
+        self._memory = model.memory
+        self._embedder = model.embedder
         self._running: dict[str, Running] = {}
+        self._held: dict[str, tuple[Prompt, float]] = {}  # wait for KV memory, since when
+        self._step_began: float | None = None
+        self._last_stats = Stats()
         self._deadline: float | None = None  # set by Shutdown: nothing runs on after it
         self._has_ended = False
         self._stats_sent_at = 0.0
@@ -248,21 +266,34 @@ class Worker:
             self._take_in()
             if self._engine.has_work:
                 self._step()
+            for event in self._embedder.step():
+                self._output.send(event)
             self._send_stats_if_due()
         self._model.close()
         return 0
+
+    def beat(self) -> None:
+        """The pulse's thread: a sign of life each second, whatever the engine thread is doing."""
+        while not self._output.is_closed:
+            time.sleep(HEARTBEAT_S)
+            began = self._step_began
+            step_s = 0.0 if began is None else self._clock() - began
+            rss_bytes = self._process.memory_info().rss
+            self._output.send(
+                msgspec.structs.replace(self._last_stats, step_s=step_s, rss_bytes=rss_bytes)
+            )
 
     # ------------------------------------------------------------------ in
 
     def _take_in(self) -> None:
         """Handle what is in the inbox; sleep there while there is nothing to compute."""
-        if not self._engine.has_work:
+        if not self._engine.has_work and not self._embedder.has_work:
             self._end_if_drained()
             if self._has_ended:
                 return
             gc.collect(0)
             try:
-                self._handle(self.inbox.get(timeout=HEARTBEAT_S))
+                self._handle(self.inbox.get(timeout=self._rest()))
             except queue.Empty:
                 return
         while not self._has_ended:
@@ -272,28 +303,48 @@ class Worker:
                 break
         self._end_if_drained()
 
-    def _handle(self, item: Prompt | Embed | Cancel | SetKVBudget | Shutdown | EndOfInput) -> None:
+    def _rest(self) -> float:
+        """Give memory back. Returns how long there is nothing more to do."""
+        now = self._clock()
+        self._refuse_the_overdue(now)
+        if self._memory.rest(now):
+            return 0.0
+        self._send_stats_if_due()
+        left = self._memory.seconds_to_rest(now)
+        return min(left or HEARTBEAT_S, HEARTBEAT_S)
+
+    def _handle(self, item: Item) -> None:
         if isinstance(item, Prompt):
             self._admit(item)
+        elif isinstance(item, Restored):
+            self._memory.restore(item)
         elif isinstance(item, Cancel):
             self._cancel(item.id)
-        elif isinstance(item, Embed):
-            self._embed(item)
+        elif isinstance(item, EmbeddingJob):
+            self._embedder.add(item)
         elif isinstance(item, SetKVBudget):
-            self._model.set_kv_budget(item.budget_bytes)
+            self._memory.set_budget(item.budget_bytes)
+            held, self._held = self._held, {}
+            for prompt, since in held.values():
+                self._admit(prompt, since)
             self._send_stats()
         elif isinstance(item, Shutdown):
             self._deadline = self._clock() + item.drain_s
         else:
             self._has_ended = True
 
-    def _admit(self, prompt: Prompt) -> None:
+    def _admit(self, prompt: Prompt, since: float | None = None) -> None:
+        """Begin a sequence; or hold it, if it has to wait for memory that the daemon may grant."""
         request = prompt.request
         if self._deadline is not None:
             self._output.send(Failed(request.id, "internal", "the model is being unloaded"))
             return
-        if request.id in self._running:
+        if request.id in self._running or request.id in self._held:
             self._output.send(Failed(request.id, "bad_request", f"id {request.id} is in use"))
+            return
+        if self._memory.must_wait(len(prompt.prompt_ids) + len(request.output_ids)):
+            self._held[request.id] = (prompt, self._clock() if since is None else since)
+            self._send_stats()
             return
         running = Running(prompt, self._stream_for(prompt))
         already = self._replay(running)
@@ -373,6 +424,11 @@ class Worker:
         )
 
     def _cancel(self, id: str) -> None:
+        if self._held.pop(id, None) is not None:
+            self._output.send(Step([Delta(id, finished=Finished("abort"))]))
+            return
+        if self._embedder.cancel(id):
+            return
         running = self._running.pop(id, None)
         if running is None:
             return  # it has ended, or was never here
@@ -380,18 +436,16 @@ class Worker:
         finished = _finished("abort", running, output)
         self._output.send(Step([running.stream.finish((), (), None, finished)]))
 
-    def _embed(self, request: Embed) -> None:
-        try:
-            vectors, num_tokens = self._model.embed(request)
-        except RequestRefused as error:
-            self._output.send(Failed(request.id, error.code, str(error)))
-            return
-        self._output.send(Embedded(request.id, vectors, num_tokens))
-
     # ---------------------------------------------------------------- step
 
     def _step(self) -> None:
+        self._memory.worked()
+        self._step_began = self._clock()
         outputs = self._engine.step()
+        self._step_began = None
+        self._memory.trim()
+        if self._held:
+            self._refuse_the_overdue(self._clock())
         deltas = [delta for output in outputs for delta in self._deltas_of(output)]
         if deltas:
             now = self._clock()
@@ -449,13 +503,31 @@ class Worker:
         if self._deadline is None:
             return
         if self._clock() >= self._deadline:
-            for id in list(self._running):
+            for id in [*self._running, *self._held]:
                 self._cancel(id)
-        self._has_ended = not self._running
+            self._embedder.clear()
+        self._has_ended = not (self._running or self._held or self._embedder.has_work)
+
+    def _refuse_the_overdue(self, now: float) -> None:
+        for id, (prompt, since) in list(self._held.items()):
+            if now - since > HELD_S:
+                del self._held[id]
+                num_tokens = len(prompt.prompt_ids)
+                text = (
+                    f"the prompt's {num_tokens} tokens need more memory than other models and "
+                    "programs leave; end one of them or shorten the prompt"
+                )
+                self._output.send(Failed(id, "no_memory", text))
 
     def _counts(self) -> tuple[int, ...]:
         stats = self._engine.stats()
-        return (stats.running, stats.waiting, stats.blocks_in_use, stats.blocks_cached)
+        return (
+            stats.running,
+            stats.waiting + len(self._held),
+            stats.blocks_in_use,
+            stats.blocks_cached,
+            self._memory.num_bytes,
+        )
 
     def _send_stats_if_due(self) -> None:
         now = self._clock()
@@ -472,9 +544,10 @@ class Worker:
         self._stats_sent_at = now
         self._last_counts = self._counts()
         stats = self._engine.stats()
-        return Stats(
+        held = [len(prompt.prompt_ids) for prompt, _ in self._held.values()]
+        self._last_stats = Stats(
             running=stats.running,
-            waiting=stats.waiting,
+            waiting=stats.waiting + len(held),
             blocks_total=stats.blocks_total,
             blocks_in_use=stats.blocks_in_use,
             blocks_cached=stats.blocks_cached,
@@ -487,7 +560,10 @@ class Worker:
             preemptions=stats.preemptions,
             tokens_per_s=self._rate(now, stats.output_tokens),
             rss_bytes=self._process.memory_info().rss,
+            kv_wanted_bytes=self._memory.wanted_bytes(held),
+            saved_bytes=self._memory.saved_bytes,
         )
+        return self._last_stats
 
     def _rate(self, now: float, output_tokens: int) -> float:
         self._rates.append((now, output_tokens))

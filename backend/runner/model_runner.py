@@ -121,13 +121,10 @@ class ModelRunner:
         """Physical memory of the KV cache now."""
         return self._cache.num_bytes
 
-    def set_kv_budget(self, budget_bytes: int) -> int:
-        """How many blocks the budget allows; never more than were mapped at load."""
-        return max(1, min(budget_bytes // self.block_bytes, self.num_blocks))
-
-    def release_blocks(self, block_ids: list[int]) -> None:
-        """These blocks hold nothing any more: their memory goes back to the system."""
-        self._cache.release(block_ids)
+    @property
+    def pages(self) -> KVCache:
+        """The cache, for whoever saves its blocks and gives their memory back."""
+        return self._cache
 
     def execute(self, batch: Batch) -> StepResult:
         """Run one step; see engine.batch."""
