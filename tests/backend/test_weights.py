@@ -12,22 +12,31 @@ import torch
 
 from llmd.backend.models.checkpoint import BadModel, UnsupportedModel, open_checkpoint
 from llmd.backend.models.config import config_from_gguf, config_from_hf
-from llmd.backend.models.dequantize import BLOCK_BYTES, dequantize, quant_blocks
+from llmd.backend.models.container import open_container
+from llmd.backend.models.dequantize import (
+    BLOCK_BYTES,
+    INTEGER_TYPES,
+    SUPPORTED_TYPES,
+    dequantize,
+    quant_blocks,
+)
 from llmd.backend.protocol import ModelFile
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = tuple(name for name in SUPPORTED_TYPES if name not in ("F32", "F16", "BF16"))
+HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # where in a block, if not at its beginning
 
 
 def _random_blocks(kind: str, num_blocks: int) -> np.ndarray:
     """Any bytes are valid blocks, as long as the float16 in them are finite."""
-    rng = np.random.default_rng(hash(kind) % 1000)
+    rng = np.random.default_rng(sum(kind.encode()))
     raw = rng.integers(0, 256, (num_blocks, BLOCK_BYTES[kind]), dtype=np.uint8)
-    halves = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}.get(kind, 1)
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(108, 135, num_blocks)  # its scale is an exponent
+        return raw
+    halves = {"Q4_1": 2, "Q5_1": 2, "Q2_K": 2, "Q4_K": 2, "Q5_K": 2}.get(kind, 1)
     scales = rng.normal(size=(num_blocks, halves)).astype(np.float16).view(np.uint8)
-    if kind == "Q6_K":
-        raw[:, -2:] = scales
-    else:
-        raw[:, : 2 * halves] = scales
+    at = HALVES_AT.get(kind, 0)
+    raw[:, at : at + 2 * halves] = scales
     return raw
 
 
@@ -39,7 +48,29 @@ def test_blocks_are_dequantised_to_the_bits_of_the_gguf_package(kind: str) -> No
     assert np.array_equal(found.numpy(), wanted)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_many_pieces_on_many_threads_make_the_same(kind: str) -> None:
+    raw = torch.from_numpy(_random_blocks(kind, 9_001))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = dequantize(raw.view(-1), kind, torch.bfloat16)
+    finally:
+        torch.set_num_threads(threads)
+    wanted = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))
+    assert torch.equal(found, wanted.to(torch.bfloat16).view(-1))
+
+
+def test_the_smallest_scales_of_mxfp4_are_denormal_numbers() -> None:
+    raw = _random_blocks("MXFP4", 256)
+    raw[:, 0] = np.arange(256)
+    wanted = gguf.dequantize(raw[:254], gguf.GGMLQuantizationType.MXFP4).reshape(-1)
+    found = dequantize(torch.from_numpy(raw[:254]).reshape(-1), "MXFP4", torch.float32)
+    assert np.array_equal(found.numpy(), wanted)
+    assert quant_blocks(torch.from_numpy(raw).view(-1), "MXFP4", 16) is None
+
+
+@pytest.mark.parametrize("kind", INTEGER_TYPES)
 def test_integers_kept_for_computing_mean_the_same_weights(kind: str) -> None:
     raw = torch.from_numpy(_random_blocks(kind, 64))
     blocks = quant_blocks(raw.view(-1), kind, num_outputs=16)
@@ -48,7 +79,10 @@ def test_integers_kept_for_computing_mean_the_same_weights(kind: str) -> None:
     if blocks.offset is not None:
         weights += blocks.offset.float().unsqueeze(-1)
     wanted = dequantize(raw.view(-1), kind, torch.float32)
-    assert torch.equal(weights.view(-1), wanted)
+    if kind == "Q4_K":  # a product of two scales is rounded to a float16
+        assert (weights.view(-1) - wanted).abs().max() < 2**-11 * wanted.abs().max()
+    else:
+        assert torch.equal(weights.view(-1), wanted)
 
 
 def test_a_type_without_such_integers_has_none() -> None:
@@ -77,6 +111,34 @@ def test_a_truncated_gguf_is_refused(smollm2_gguf: Path, tmp_path: Path) -> None
         cut.write_bytes(whole.read(6 << 20))
     with pytest.raises(BadModel):
         open_checkpoint(_weights(cut))
+
+
+def test_a_split_gguf_is_read_whole_and_a_missing_part_is_told(tmp_path: Path) -> None:
+    paths = [_part(tmp_path / f"m-0000{number + 1}-of-00003.gguf", number) for number in range(3)]
+    files = [ModelFile(path.name, "weights", str(path)) for path in paths]
+    container = open_container(files[::-1])  # in whatever order they are named
+    assert container.names == {"t0", "t1", "t2"}
+    assert container.metadata["general.architecture"] == "llama"
+    assert [container.tensor(f"t{n}", torch.float32)[0].item() for n in range(3)] == [0.0, 1.0, 2.0]
+    with pytest.raises(BadModel, match="split in 3 files, 2 of them are here"):
+        open_container(files[:2])
+    with pytest.raises(BadModel, match="split in 3 files, 2 of them are here"):
+        open_container(files[1:])
+    with pytest.raises(BadModel, match="two parts of the GGUF have a tensor t1"):
+        open_container([*files[:2], files[1]])
+
+
+def _part(path: Path, number: int) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", 3)
+    writer.add_int32("split.tensors.count", 3)
+    writer.add_tensor(f"t{number}", np.full(32, number, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_a_model_without_weights_is_refused() -> None:
