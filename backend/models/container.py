@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,15 @@ from ...registry.formats.errors import FormatError
 from ..protocol import ModelFile
 from .config import BadModel, UnsupportedModel
 from .dequantize import SUPPORTED_TYPES, QuantBlocks, dequantize, quant_blocks
+from .quantized import layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Quantised rows as they lie in a GGUF: uint8 [..., rows, bytes of a row], of a type."""
+
+    raw: Tensor
+    type: str
 
 
 class Container(Protocol):
@@ -41,6 +51,11 @@ class Container(Protocol):
 
     def blocks(self, name: str) -> QuantBlocks | None:
         """The matrix as the integers that are stored, if they are of a kind to compute with."""
+        ...
+
+    def rows(self, name: str) -> StoredRows | None:
+        """The matrix, or the stack of matrices, as its bytes lie in the file, if its rows are
+        quantised one by one."""
         ...
 
 
@@ -97,6 +112,12 @@ class GGUFContainer:
         raw, info = self._raw(name)
         return quant_blocks(raw, info.type, info.shape[0]) if len(info.shape) == 2 else None
 
+    def rows(self, name: str) -> StoredRows | None:
+        raw, info = self._raw(name)
+        if info.type in ("F32", "F16", "BF16") or len(info.shape) < 2:
+            return None
+        return StoredRows(raw.view(*info.shape[:-1], -1), info.type)
+
     def _raw(self, name: str) -> tuple[Tensor, gguf.TensorInfo]:
         if name not in self._tensors:
             raise BadModel(f"the GGUF has no tensor {name}")
@@ -133,15 +154,28 @@ def _type_of_most_bytes(sizes: Any) -> str:
     return counted.most_common(1)[0][0] if counted else "unknown"
 
 
-SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # bare exponents
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "U32": torch.int32,  # words of codes
+    "I64": torch.int64,
 }
+_FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 class SafetensorsContainer:
-    """A Hugging Face folder: config.json and one or more safetensors files."""
+    """A Hugging Face folder: config.json and one or more safetensors files.
+
+    Weights that are stored quantised appear under the name that they would have as floats.
+    """
 
     format = "safetensors"
 
@@ -153,26 +187,53 @@ class SafetensorsContainer:
             for path in paths
             for name, info in safetensors.read_header(path).tensors.items()
         }
-        self.names = frozenset(self._tensors)
-        self.quantization = _type_of_most_bytes(
-            (info.dtype, info.size_bytes) for _, info in self._tensors.values()
+        stored = frozenset(self._tensors)
+        self._layout = layout_of(config, stored, self._stored)
+        self._quantized = frozenset() if self._layout is None else self._layout.weights()
+        self.names = stored | self._quantized
+        self.quantization = (
+            self._layout.method.upper()
+            if self._layout is not None
+            else _type_of_most_bytes(
+                (info.dtype, info.size_bytes) for _, info in self._tensors.values()
+            )
         )
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        if self._layout is not None and name in self._quantized:
+            return self._layout.dense(name).to(dtype)
+        stored = self._stored(name)
+        dtype_name = self._tensors[name][1].dtype
+        if dtype_name not in _FLOATS:
+            raise UnsupportedModel(
+                f"tensor {name} is of dtype {dtype_name}, which is not supported here; supported "
+                f"are {', '.join(_FLOATS)}"
+            )
+        return stored.to(dtype, copy=True)
+
+    def blocks(self, name: str) -> QuantBlocks | None:
+        if self._layout is None or name not in self._quantized:
+            return None
+        groups = self._layout.groups(name)
+        return None if groups is None else groups.blocks()
+
+    def _stored(self, name: str) -> Tensor:
+        """As it lies in the file."""
         if name not in self._tensors:
             raise BadModel(f"the safetensors files have no tensor {name}")
         path, info = self._tensors[name]
         if info.dtype not in SAFETENSORS_DTYPES:
             raise UnsupportedModel(
-                f"tensor {name} is of dtype {info.dtype}, which is not supported; supported "
-                f"are {', '.join(SAFETENSORS_DTYPES)}"
+                f"tensor {name} is of dtype {info.dtype}, which is not supported; supported are "
+                f"{', '.join(SAFETENSORS_DTYPES)}"
             )
         raw = mapped_bytes(path, info.offset, info.size_bytes)
-        stored = raw.view(SAFETENSORS_DTYPES[info.dtype])
-        return stored.to(dtype, copy=True).reshape(info.shape)
+        return _aligned_view(raw, SAFETENSORS_DTYPES[info.dtype]).reshape(info.shape)
 
-    def blocks(self, name: str) -> QuantBlocks | None:
-        return None
+
+def _aligned_view(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes as numbers; copied where they do not lie at a multiple of the numbers' size."""
+    return (raw.clone() if raw.data_ptr() % dtype.itemsize else raw).view(dtype)
 
 
 def read_config(files: Sequence[ModelFile]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class SumNetwork:
 
 
 def first_state(states: Tensor, dimensions: int) -> Tensor:
-    return states[0] / states[0].norm()
+    return torch.nn.functional.normalize(states[0], dim=0)
 
 
 def embedder(network: SumNetwork, clock: Callable[[], float] = lambda: 0.0) -> Embedder:
