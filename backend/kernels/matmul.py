@@ -110,7 +110,17 @@ def accumulate(
     """acc [M, BLOCK_N] + x[:, begin:end] @ weight[:, begin:end]^T. begin is a multiple of BLOCK_K,
     a multiple of 64. The row pointers are vectors: x's [M], the weight's tensors' [BLOCK_N]."""
     dtype: tl.constexpr = x_row_ptr.dtype.element_ty
-    if BITS == 8:
+    if BITS == 16:
+        columns = tl.arange(0, BLOCK_K)
+        for start in range(begin, end, BLOCK_K):
+            k = start + columns
+            real = k < num_columns
+            x = tl.load(
+                x_row_ptr[:, None] + k[None, :], mask=real_rows[:, None] & real[None, :], other=0.0
+            )
+            w = tl.load(low_row_ptr[:, None] + k[None, :], mask=real[None, :], other=0.0)
+            acc = dot(x, tl.trans(w.to(dtype)), acc)
+    elif BITS == 8:
         columns = tl.arange(0, BLOCK_K)
         for start in range(begin, end, BLOCK_K):
             k = start + columns

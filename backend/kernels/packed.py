@@ -6,7 +6,8 @@
              column 32 + j in its high one. A kernel multiplies the nibbles of a tile of bytes with
              two tiles of x, and never interleaves anything.
     high     bits 4 (and 5) of 5- and 6-bit weights, for the same 64 columns 8 (or 16) bytes
-    (8 bits: `low` is q itself, int8, a byte per column)
+    (8 bits: `low` is q itself, int8, a byte per column; 16 bits: the weight itself, for experts
+    that are not quantised)
 
 GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and MXFP4 fit, and AWQ's, GPTQ's and
 compressed-tensors' weights, without a second rounding of q. K-quants keep a scale of a scale; their
@@ -19,7 +20,8 @@ Microscaling Formats 1.0 for MXFP4.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class PackedWeight:
     """A matrix [N, K], or experts [E, N, K]: then every tensor has E in front.
 
-    low      uint8 [N, K / 2] (int8 [N, K] with 8 bits), K padded to a multiple of 64
+    low      uint8 [N, K / 2] (int8 [N, K] with 8 bits), K padded to a multiple of 64; with 16 bits
+             the dense matrix, not padded, and no scales count
     high     uint8 [N, K / 8] or [N, K / 4], or None
     scales   fp16 [N, K / group]; with `is_fp4` uint8, powers of two with a bias of 127
     offsets  fp16 [N, K / group], or None
@@ -42,7 +45,7 @@ class PackedWeight:
     high: Tensor | None
     scales: Tensor
     offsets: Tensor | None
-    bits: int  # 4, 5, 6 or 8
+    bits: int  # 4, 5, 6, 8 or 16
     group: int  # 16, 32, 64, 128 columns share a scale
     zero: int
     num_columns: int  # K without the padding
@@ -60,31 +63,61 @@ class PackedWeight:
 
     def expert(self, index: int) -> PackedWeight:
         """One matrix of a stack."""
-        return PackedWeight(
-            self.low[index],
-            None if self.high is None else self.high[index],
-            self.scales[index],
-            None if self.offsets is None else self.offsets[index],
-            self.bits,
-            self.group,
-            self.zero,
-            self.num_columns,
-            self.is_fp4,
-        )
+        return self._each(lambda tensor: tensor[index])
+
+    def rows(self, indices: Tensor) -> PackedWeight:
+        """The matrix of these rows [n]."""
+        return self._each(lambda tensor: tensor[indices])
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """A copy on that device."""
-        return PackedWeight(
-            self.low.to(device),
-            None if self.high is None else self.high.to(device),
-            self.scales.to(device),
-            None if self.offsets is None else self.offsets.to(device),
-            self.bits,
-            self.group,
-            self.zero,
-            self.num_columns,
-            self.is_fp4,
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        return replace(
+            self,
+            low=change(self.low),
+            high=None if self.high is None else change(self.high),
+            scales=change(self.scales),
+            offsets=None if self.offsets is None else change(self.offsets),
         )
+
+
+def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """The rows of all, one after another. Raises ValueError if they are packed differently."""
+    return _joined(parts, lambda tensors: torch.cat(list(tensors), dim=-2))
+
+
+def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Experts of matrices. Raises ValueError if they are packed differently."""
+    return _joined(parts, lambda tensors: torch.stack(list(tensors)))
+
+
+def _joined(
+    parts: Sequence[PackedWeight], join: Callable[[Iterable[Tensor]], Tensor]
+) -> PackedWeight:
+    forms = {
+        (p.bits, p.group, p.zero, p.num_columns, p.is_fp4, p.offsets is None, p.low.dtype)
+        for p in parts
+    }
+    if len(forms) > 1:
+        raise ValueError(f"matrices of different forms: {sorted(map(str, forms))}")
+    first = parts[0]
+    return replace(
+        first,
+        low=join(p.low for p in parts),
+        high=None if first.high is None else join(p.high for p in parts if p.high is not None),
+        scales=join(p.scales for p in parts),
+        offsets=None
+        if first.offsets is None
+        else join(p.offsets for p in parts if p.offsets is not None),
+    )
+
+
+def dense(weight: Tensor) -> PackedWeight:
+    """A matrix [..., N, K] that is not quantised, for the products that take stacks."""
+    scales = weight.new_ones(*weight.shape[:-1], 1, dtype=torch.float16)
+    return PackedWeight(weight, None, scales, None, 16, 32, 0, weight.shape[-1])
 
 
 def pack(
@@ -147,6 +180,8 @@ def codes(weight: PackedWeight) -> Tensor:
 
 def dequantize(weight: PackedWeight) -> Tensor:
     """The matrix itself in fp32: [..., N, K]."""
+    if weight.bits == 16:
+        return weight.low.float()
     q = codes(weight)
     if weight.is_fp4:
         table = torch.tensor(FP4_VALUES, device=q.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..protocol import ModelFile
 from .config import BadModel, ModelConfig, UnsupportedModel, config_from_gguf, config_from_hf
-from .container import Container, open_container
+from .container import Container, StoredRows, open_container
 from .dequantize import QuantBlocks
 from .places import Place, Places
 from .rope import RopeScaling, longrope_attention_factor
@@ -42,6 +42,10 @@ class Checkpoint(Protocol):
 
     def blocks(self, name: str) -> QuantBlocks | None:
         """The matrix as the integers that are stored, if they are of a kind to compute with."""
+        ...
+
+    def rows(self, name: str) -> StoredRows | None:
+        """The matrix as its bytes lie in the file, if its rows are quantised one by one."""
         ...
 
 
@@ -97,6 +101,18 @@ class _NamedCheckpoint:
         if place.pairs_of_heads:
             found = found.rows(lambda rows: _unpaired(rows, place.pairs_of_heads))
         return found
+
+    def rows(self, name: str) -> StoredRows | None:
+        place = self._places.find(name)
+        found = self._container.rows(self._prefixed(place.name))
+        if found is None or place.is_transposed:
+            return None
+        raw = found.raw if place.expert is None else found.raw[place.expert]
+        if place.rows is not None:
+            raw = raw[place.rows]
+        if place.pairs_of_heads:
+            raw = _unpaired(raw, place.pairs_of_heads)
+        return StoredRows(raw, found.type)
 
     def _stored(self, place: Place, dtype: torch.dtype) -> Tensor:
         name = self._prefixed(place.name)

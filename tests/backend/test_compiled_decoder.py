@@ -16,6 +16,7 @@ from llmd.backend.kernels.cpu_launch import Launcher, self_test, why_not
 from llmd.backend.models.checkpoint import QuantBlocks
 from llmd.backend.models.compiled_decoder import CompiledDecoder, why_not_compiled
 from llmd.backend.models.config import config_from_hf
+from llmd.backend.models.container import StoredRows
 from llmd.backend.models.decoder import Decoder, LayerCache, StepInputs
 from llmd.backend.runner.kv_cache import KVCache
 
@@ -63,7 +64,7 @@ class Checkpoint:
     def blocks(self, name: str) -> QuantBlocks | None:
         return None
 
-    def rope_factors(self) -> list[float] | None:
+    def rows(self, name: str) -> StoredRows | None:
         return None
 
     def _shape(self, name: str) -> tuple[int, ...]:
