@@ -3,9 +3,9 @@
     Embed ──prepare: tokenize, cut (reader thread)──▶ EmbeddingJob
           ──add──▶ queue ──step: some layers of some texts (engine thread)──▶ Embedded | Failed
 
-Texts of all waiting jobs share a batch of at most MAX_BATCH_TOKENS; a longer text goes alone. One
-`step` computes for about SLICE_S and gives way between two layers, so a large request stalls
-neither a running stream nor the worker's sign of life.
+Texts of all waiting jobs share a batch of at most MAX_BATCH_TOKENS, one of each job in turn; a
+longer text goes alone. One `step` computes for about SLICE_S and gives way between two layers, so a
+large request stalls neither a small one nor a running stream.
 """
 
 from __future__ import annotations
@@ -155,16 +155,22 @@ class Embedder:
                 return []
 
     def _next_batch(self) -> tuple[list[EmbeddingJob], list[list[int]]]:
+        """A text of each job in turn, so that a small request does not wait for a large one."""
         owners: list[EmbeddingJob] = []
         texts: list[list[int]] = []
         num_tokens = 0
-        for job in self._jobs:
-            for ids in job.texts[len(job.vectors) :]:
-                if texts and num_tokens + len(ids) > MAX_BATCH_TOKENS:
-                    return owners, texts
-                owners.append(job)
-                texts.append(ids)
-                num_tokens += len(ids)
+        waiting = deque((job, iter(job.texts[len(job.vectors) :])) for job in self._jobs)
+        while waiting:
+            job, rest = waiting.popleft()
+            ids = next(rest, None)
+            if ids is None:
+                continue
+            if texts and num_tokens + len(ids) > MAX_BATCH_TOKENS:
+                break
+            owners.append(job)
+            texts.append(ids)
+            num_tokens += len(ids)
+            waiting.append((job, rest))
         return owners, texts
 
     def _completed(self) -> Iterator[EmbeddingJob]:

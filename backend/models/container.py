@@ -217,6 +217,9 @@ class SafetensorsContainer:
         groups = self._layout.groups(name)
         return None if groups is None else groups.blocks()
 
+    def rows(self, name: str) -> StoredRows | None:
+        return None
+
     def _stored(self, name: str) -> Tensor:
         """As it lies in the file."""
         if name not in self._tensors:

@@ -90,6 +90,14 @@ def test_a_batch_holds_so_many_tokens_and_a_longer_text_goes_alone() -> None:
     assert MAX_BATCH_TOKENS == 1024
 
 
+def test_a_small_request_does_not_wait_for_a_large_one() -> None:
+    subject = embedder(SumNetwork())
+    subject.add(subject.prepare(Embed("large", ["abcdefgh" * 10] * 100)))
+    subject.add(subject.prepare(Embed("small", ["ab", "c"])))
+    assert [event.id for event in subject.step()] == ["small"]
+    assert [event.id for event in drained(subject)] == ["large"]
+
+
 def test_a_step_ends_between_two_layers_when_its_time_is_over() -> None:
     ticks = itertools.count()
     subject = embedder(SumNetwork(layers=5), lambda: float(next(ticks)))
