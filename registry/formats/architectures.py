@@ -8,17 +8,45 @@ from __future__ import annotations
 
 # `model_type` of a config.json, or of the text_config inside it: family
 SAFETENSORS: dict[str, str] = {
+    "cohere2": "cohere",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "glm4": "glm",
+    "gpt_oss": "gpt_oss",
+    "granite": "granite",
     "llama": "llama",
+    "ministral3": "llama",
     "mistral": "llama",
+    "mixtral": "llama",
+    "olmo2": "olmo",
+    "olmo3": "olmo",
+    "phi3": "phi3",
     "qwen2": "qwen",
+    "qwen2_moe": "qwen",
     "qwen3": "qwen",
+    "qwen3_moe": "qwen",
+    "smollm3": "smollm3",
 }
 
 # `general.architecture` of a GGUF: family
 GGUF: dict[str, str] = {
+    "cohere2": "cohere",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "glm4": "glm",
+    "gpt-oss": "gpt_oss",
+    "granite": "granite",
     "llama": "llama",
+    "mistral3": "llama",
+    "olmo2": "olmo",
+    "phi3": "phi3",
     "qwen2": "qwen",
+    "qwen2moe": "qwen",
     "qwen3": "qwen",
+    "qwen3moe": "qwen",
+    "smollm3": "smollm3",
 }
 
 

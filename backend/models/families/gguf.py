@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import BadModel, Family, LayerConfig, ModelConfig, UnsupportedModel
+from ..config import BadModel, Experts, Family, LayerConfig, ModelConfig, UnsupportedModel
 from ..rope import Rope, RopeScaling, yarn_attention_factor
 
 TensorNames = frozenset[str]
@@ -113,7 +113,10 @@ def _scaling(meta: Metadata) -> RopeScaling | None:
     original = int(meta.value("rope.scaling.original_context_length", meta.value("context_length")))
     attention_factor = 1.0
     if kind == "yarn":
-        attention_factor = yarn_attention_factor(factor, 0.0, 0.0)
+        log_multiplier = float(meta.value("rope.scaling.yarn_log_multiplier", 0.0))
+        attention_factor = yarn_attention_factor(
+            factor, float(bool(log_multiplier)), log_multiplier
+        )
         attention_factor *= float(meta.value("rope.scaling.attn_factor", 1.0))
     return RopeScaling(
         kind,
@@ -123,3 +126,39 @@ def _scaling(meta: Metadata) -> RopeScaling | None:
         beta_slow=float(meta.value("rope.scaling.yarn_beta_slow", 1.0)),
         attention_factor=attention_factor,
     )
+
+
+def experts_of(
+    meta: Metadata, *, renormalise: bool = True, has_shared_gate: bool = False
+) -> Experts:
+    """The mixture of a model that has one."""
+    inner = meta.value("expert_feed_forward_length", meta.optional("feed_forward_length"))
+    shared = int(meta.value("expert_shared_feed_forward_length", 0))
+    return Experts(
+        num_experts=int(meta.value("expert_count")),
+        num_active=int(meta.value("expert_used_count")),
+        intermediate_size=_largest(inner),
+        renormalise=renormalise,
+        scale=float(meta.value("expert_weights_scale", 1.0)),
+        shared_size=shared,
+        shared_gate=has_shared_gate,
+    )
+
+
+def windowed_layers(
+    meta: Metadata, pattern: int, rope: Rope | None, windowed_rope: Rope | None
+) -> list[LayerConfig]:
+    """Every `pattern`-th layer sees everything, the others their window."""
+    given = meta.value("attention.sliding_window_pattern", pattern)
+    window = window_of(meta)
+    layers = []
+    for index in range(int(meta.value("block_count"))):
+        if isinstance(given, list):
+            is_windowed = bool(given[index])
+        else:
+            is_windowed = (index + 1) % int(given) != 0
+        if is_windowed:
+            layers.append(layer_config(meta, windowed_rope, window))
+        else:
+            layers.append(layer_config(meta, rope))
+    return layers
