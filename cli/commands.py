@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from datetime import datetime
 from typing import Annotated
 
@@ -12,9 +13,12 @@ import typer
 
 from .address import read_address
 from .autostart import connect, daemon_command
-from .client import ApiError, Client
+from .client import ApiError, Client, Unreachable
 from .errors import CommandFailed
 from .render import Spinner
+
+_STOP_POLL_S = 0.1
+_STOP_PROBE_S = 2.0
 
 app = typer.Typer(
     name="llmd",
@@ -290,16 +294,54 @@ def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL...")]) -> 
 
 
 @app.command()
-def ps(prefix: Prefix = "") -> None:
+def ps(
+    prefix: Prefix = "",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Memory and running requests too")
+    ] = False,
+    is_watching: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again each second")
+    ] = False,
+    is_history: Annotated[
+        bool, typer.Option("--history", help="The last loads and unloads, and why")
+    ] = False,
+) -> None:
     """The models that are loaded: where, for how long, and how full their KV cache is."""
-    from .tables import ps_table
+    from .operation import history_text, ps_text, watch
 
-    print(ps_table(daemon().get("/api/ps")["models"], prefix, now()))
+    client = daemon()
+    if is_history:
+        print(history_text(client.get("/api/history")["history"], now()))
+    elif is_watching:
+        watch(lambda: ps_text(client, prefix, verbose, now()))
+    else:
+        print(ps_text(client, prefix, verbose, now()))
 
 
 @app.command()
-def stop(model: Model) -> None:
-    """Unload a model."""
+def devices() -> None:
+    """What there is to compute on, and how much memory of it is free."""
+    from .operation import devices_text
+
+    print(devices_text(daemon().get("/api/devices")["devices"]))
+
+
+@app.command()
+def cancel(
+    id: Annotated[str, typer.Argument(metavar="ID", help="As `llmd ps -v` shows it")],
+) -> None:
+    """End one running request. Its client gets what was answered so far."""
+    print(f"cancelled {daemon().post('/api/cancel', {'id': id})['cancelled']}")
+
+
+@app.command()
+def stop(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A model's name")] = "",
+) -> None:
+    """Unload a model; without a name, end the daemon, which lets running answers end first."""
+    if not model:
+        _stop_daemon()
+        return
     body = {"model": model, "keep_alive": 0, "stream": False}
     try:
         with Spinner(f"stopping {model}"):
@@ -308,3 +350,24 @@ def stop(model: Model) -> None:
         if error.status != 404:
             raise
         raise CommandFailed(f'couldn\'t find model "{model}" to stop') from error
+
+
+def _stop_daemon() -> None:
+    client = Client(read_address(os.environ))
+    try:
+        client.post("/api/shutdown", {})
+    except Unreachable:
+        print("no daemon is running")
+        return
+    with Spinner("stopping the daemon"):
+        while _answers(client):
+            time.sleep(_STOP_POLL_S)
+    print("stopped")
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.get("/api/version", _STOP_PROBE_S)
+    except (ApiError, Unreachable):
+        return False
+    return True

@@ -9,6 +9,7 @@
     ├── TooLarge               413  the body is over the limit
     ├── ServerBusy             503  the queue is full; try again
     ├── NoMemory               503  the model does not fit; the text names both sizes
+    ├── ShuttingDown           503  the daemon is about to end
     ├── LoadFailed             500  the worker could not load the model
     ├── WorkerDied             500  the worker ended while it was answering
     └── RequestFailed          by its code: the worker refused or failed this one request
@@ -98,6 +99,15 @@ class NoMemory(DaemonError):
     """The model does not fit, whatever idle model leaves."""
 
     status = 503
+
+
+class ShuttingDown(DaemonError):
+    """The daemon is about to end and loads nothing any more."""
+
+    status = 503
+
+    def __init__(self) -> None:
+        super().__init__("llmd is shutting down")
 
 
 class LoadFailed(DaemonError):

@@ -17,6 +17,7 @@ import msgspec
 
 from ..backend.protocol import Delta, Generate, Started
 from .errors import WorkerDied
+from .running import RunningRequest
 from .worker_process import WorkerProcess
 
 log = logging.getLogger("llmd.failover")
@@ -51,6 +52,9 @@ class _Told:
 
     def news(self, delta: Delta) -> Delta:
         """The delta without what the reader has; counts what is passed on."""
+        if not (self._skip_text or self._skip_thinking or self._skip_calls or self._skip_ids):
+            self._count(delta)
+            return delta
         text = delta.text[self._skip_text :]
         thinking = delta.thinking[self._skip_thinking :]
         calls = delta.tool_calls[self._skip_calls :]
@@ -59,48 +63,61 @@ class _Told:
         self._skip_thinking -= len(delta.thinking) - len(thinking)
         self._skip_calls -= len(delta.tool_calls) - len(calls)
         self._skip_ids -= len(delta.token_ids) - len(ids)
-        self.num_text += len(text)
-        self.num_thinking += len(thinking)
-        self.num_calls += len(calls)
-        self.token_ids.extend(ids)
-        return msgspec.structs.replace(
+        news = msgspec.structs.replace(
             delta, text=text, thinking=thinking, tool_calls=calls, token_ids=ids
         )
+        self._count(news)
+        return news
+
+    def _count(self, news: Delta) -> None:
+        self.num_text += len(news.text)
+        self.num_thinking += len(news.thinking)
+        self.num_calls += len(news.tool_calls)
+        self.token_ids.extend(news.token_ids)
 
 
 async def resumed(
     worker: WorkerProcess,
     request: Generate,
     replacement: Callable[[], Awaitable[WorkerProcess]],
+    running: RunningRequest,
 ) -> AsyncGenerator[Started | Delta]:
     """The worker's answers to the request, and a replacement's after them if it dies.
 
-    Raises RequestFailed, WorkerDied. Closing it cancels the sequence.
+    It is listed as running meanwhile. Raises RequestFailed, WorkerDied. Closing it cancels the
+    sequence.
     """
     told = _Told()
     num_left = MAX_RESUMPTIONS
-    while True:
-        try:
-            stream = worker.generate(request)
-            async with contextlib.aclosing(stream):
-                async for answer in stream:
-                    if isinstance(answer, Started):
-                        if told.started is None:
-                            told.started = answer
-                            yield answer
-                        continue
-                    news = told.news(answer)
-                    if _is_news(news):
-                        yield news
-                    if news.finished is not None:
-                        return
-        except WorkerDied as death:
-            if num_left == 0:
-                raise
-            num_left -= 1
-            log.warning("%s; going on after %d tokens", death, len(told.token_ids))
-            request = told.resume(request)
-            worker = await replacement()
+    running.begin(told.token_ids)
+    try:
+        while True:
+            try:
+                stream = worker.generate(request)
+                async with contextlib.aclosing(stream):
+                    async for answer in stream:
+                        if isinstance(answer, Started):
+                            if running.is_cancelled:
+                                running.cancel()  # the worker that was told so is gone
+                            if told.started is None:
+                                told.started = answer
+                                running.num_prompt_tokens = len(answer.prompt_ids)
+                                yield answer
+                            continue
+                        news = told.news(answer)
+                        if _is_news(news):
+                            yield news
+                        if news.finished is not None:
+                            return
+            except WorkerDied as death:
+                if num_left == 0:
+                    raise
+                num_left -= 1
+                log.warning("%s; going on after %d tokens", death, len(told.token_ids))
+                request = told.resume(request)
+                worker = await replacement()
+    finally:
+        running.end()
 
 
 async def retried(

@@ -67,6 +67,10 @@ class KeepAlive:
         """0 for a model that is idle or not known."""
         return self._holds[key].num_leases if key in self._holds else 0
 
+    def last_used(self, key: str) -> float:
+        """When it was last acquired or released; -inf for a model that is not known."""
+        return self._holds[key].last_used if key in self._holds else -math.inf
+
     @property
     def total_leases(self) -> int:
         return sum(hold.num_leases for hold in self._holds.values())

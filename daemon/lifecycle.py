@@ -26,6 +26,7 @@ from ..registry.errors import RegistryError
 from ..registry.store import ModelStore
 from .app import make_app
 from .downloads import Downloads, pull_settings
+from .folder_lock import FolderLock, FolderTaken
 from .manager import ModelManager
 from .metrics import Metrics
 from .routes.services import Services
@@ -46,12 +47,14 @@ def main() -> int:
     try:
         settings = read_settings()
         listener = bind(settings.host, settings.port)
+        lock = FolderLock(settings.models, settings.host, settings.port)
         store = ModelStore(settings.models)
-    except (SettingsInvalid, StartFailed, RegistryError, OSError) as error:
+    except (SettingsInvalid, StartFailed, FolderTaken, RegistryError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     _log_settings(settings)
     asyncio.run(serve(settings, listener, store))
+    lock.release()
     return 0
 
 
@@ -106,12 +109,14 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
     manager = ModelManager(settings, store)
     downloads = Downloads(store, pull_settings(settings, os.environ))
     is_alone = store.enter()
+    stopping = asyncio.Event()
     services = Services(
         manager=manager,
         store=store,
         downloads=downloads,
-        metrics=Metrics(manager.loaded),
+        metrics=Metrics(manager.loaded, manager.counters),
         version=__version__,
+        stop=stopping.set,
         context_length=settings.context_length,
     )
     app = make_app(
@@ -131,7 +136,6 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
             timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         )
     )
-    stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows: uvicorn's own way

@@ -6,8 +6,11 @@
                   _load: make room (placement) ──▶ spawn ──▶ ready ──▶ Lease for all who wait
 
 A request for a ready model takes the upper path and waits for nothing. Loads of different models
-run side by side; only the decision who fits is made one at a time. Two who ask for the same model
-share one load, and one who leaves does not end it for the other.
+run side by side; a load that has to wait for a busy model lets smaller ones pass, but not for ever.
+Two who ask for the same model share one load, and one who leaves does not end it for the other.
+
+The memory for KV caches is shared out by `broker`, each time a worker tells new figures: a load, or
+a model with work, first takes the idle prefixes of the others, then (placement) their room.
 
 A worker that dies is forgotten at once: the next lease loads again, and who was being answered goes
 on there (failover.py). A model that keeps dying is held off for a while (holdoff.py). A model whose
@@ -16,143 +19,63 @@ load failed is tried again by the next request, but not by a crowd at the same m
 An entry leaves in two parts: `_leave` marks it, within the tick that found it idle, and only then
 is anything awaited. So nobody can be given a worker that was chosen to go.
 
-Owner: the event loop's thread. State: `_entries` and the KeepAlive; nobody else changes them.
+Owner: the event loop's thread. State: `_entries`, the KeepAlive and the running requests; nobody
+else changes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 from ..backend.protocol import (
-    Delta,
-    Embed,
-    Embedded,
     Generate,
     Load,
     ModelFile,
-    Ready,
-    Started,
-    Stats,
-    Tokenize,
-    Tokenized,
 )
 from ..registry.manifest import Manifest
 from ..registry.names import ModelName
 from ..registry.store import ModelStore
-from . import devices
-from .errors import DaemonError, NoMemory, ServerBusy
-from .failover import resumed, retried
+from .bell import Bell
+from .devices import Device, Inventory
+from .entry import Entry, weights_bytes
+from .errors import NoMemory, ServerBusy, ShuttingDown
 from .holdoff import HoldOff
 from .keepalive import KeepAlive
-from .placement import Resident, Verdict, estimate_bytes, place
+from .lease import Lease
+from .memory import MemoryShares
+from .model_size import num_layers_of
+from .placement import (
+    KV_FLOOR_BYTES,
+    NO_WISH,
+    Need,
+    Resident,
+    Room,
+    Verdict,
+    Wish,
+    estimate_bytes,
+    place,
+)
+from .remembered import Remembered
+from .running import RunningRequest, RunningRequests
 from .settings import Settings
+from .snapshots import HistoryEntry, LoadedModel, LoadingModel
 from .worker_process import Progress, State, WorkerProcess, worker_command
 
 log = logging.getLogger("llmd.manager")
 
 HISTORY_LENGTH = 100  # loads and unloads that `history` remembers
+PATIENCE_S = 10.0  # a load that waits for memory lets others pass it for so long
+NUM_SEQS = 256  # sequences that one worker runs at once
 
 Spawn = Callable[[Load, Progress | None], Awaitable[WorkerProcess]]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A snapshot of one loaded model."""
-
-    manifest: Manifest
-    expires_at: datetime | None  # None: never
-    size: int  # bytes, weights and KV as they are allocated now
-    size_vram: int
-    context_length: int
-    stats: Stats
-    devices: tuple[str, ...]
-    ready: Ready
-    pid: int
-    num_leases: int
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryEntry:
-    """A load or an unload, and why."""
-
-    at: datetime
-    model: str
-    event: str  # "loaded", "unloaded", "failed", "died"
-    reason: str
-
-
-class _Entry:
-    """One model that is loading or loaded."""
-
-    def __init__(self, manifest: Manifest, size_bytes: int) -> None:
-        self.manifest = manifest
-        self.size_bytes = size_bytes  # estimate while loading, then what the worker has
-        self.task: asyncio.Task[WorkerProcess] | None = None  # the load
-        self.worker: WorkerProcess | None = None
-        self.num_waiting = 0
-        self.listeners: list[Progress] = []
-        self.has_room = False  # counts against the memory: it was decided that it fits
-        self.is_leaving = False  # being unloaded: whoever comes now waits, then loads afresh
-        self.has_left = asyncio.Event()
-
-    @property
-    def key(self) -> str:
-        return self.manifest.digest
-
-    def tell(self, fraction: float, stage: str) -> None:
-        for listener in list(self.listeners):
-            listener(fraction, stage)
-
-
-class Lease:
-    """A promise that the model stays loaded while it is held."""
-
-    def __init__(
-        self,
-        manager: ModelManager,
-        manifest: Manifest,
-        worker: WorkerProcess,
-        load_s: float,
-    ) -> None:
-        assert worker.ready is not None
-        self.manifest = manifest
-        self.ready = worker.ready
-        self.load_s = load_s
-        self.worker = worker
-        self._manager = manager
-
-    async def generate(self, request: Generate) -> AsyncGenerator[Started | Delta, None]:
-        """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
-
-        If the worker dies meanwhile, a fresh one goes on at the exact token, once. Raises
-        RequestFailed, WorkerDied.
-        """
-        stream = resumed(self.worker, request, self._replacement)
-        async with contextlib.aclosing(stream):
-            async for answer in stream:
-                yield answer
-
-    async def _replacement(self) -> WorkerProcess:
-        self.worker = await self._manager.worker_for(self.manifest)
-        return self.worker
-
-    async def embed(self, request: Embed) -> Embedded:
-        """Raises RequestFailed, WorkerDied."""
-        return await retried(self.worker, lambda worker: worker.embed(request), self._replacement)
-
-    async def tokenize(self, request: Tokenize) -> Tokenized:
-        """Raises RequestFailed, WorkerDied."""
-        return await retried(
-            self.worker, lambda worker: worker.tokenize(request), self._replacement
-        )
 
 
 class ModelManager:
@@ -164,26 +87,35 @@ class ModelManager:
         store: ModelStore,
         spawn: Spawn | None = None,
         clock: Callable[[], float] = time.monotonic,
-        available_bytes: Callable[[], int] = devices.available_memory_bytes,
+        inventory: Inventory | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
         self._spawn = spawn or self._spawn_worker
         self._clock = clock
-        self._available_bytes = available_bytes
-        self._limit_bytes = settings.memory_limit_bytes or devices.default_limit_bytes()
+        self._inventory = inventory or Inventory(settings.devices)
         # All the mutable state.
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._keep_alive = KeepAlive(settings.keep_alive_s)
         self._hold_off = HoldOff()
-        self._measured: dict[str, int] = {}  # bytes a model took the last time, by key
-        self._room_lock = asyncio.Lock()  # who fits is decided one at a time, in order of arrival
-        self._room_made = asyncio.Event()  # a model left, or a lease ended: look again
-        self._num_waiting = 0
+        self._remembered = Remembered(store.root / "derived")
+        self._queue: list[Entry] = []  # loads that wait for room, in order of arrival
+        self._room = Bell()  # a model left, a lease ended, or memory came back: look again
+        self._requests = RunningRequests()
+        self._counters = dict.fromkeys(("loads", "unloads", "evictions", "worker_deaths"), 0)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._history: deque[HistoryEntry] = deque(maxlen=HISTORY_LENGTH)
         self._is_closing = False
+        self._memory = MemoryShares(
+            self._entries,
+            self._inventory,
+            settings.memory_limit_bytes,
+            clock,
+            self._keep_alive.last_used,
+            self._start,
+            self._relieve,
+        )
 
     def __repr__(self) -> str:
         ready = sum(entry.worker is not None for entry in self._entries.values())
@@ -200,29 +132,35 @@ class ModelManager:
         name: ModelName,
         keep_alive_s: float | None = None,
         on_loading: Progress | None = None,
+        wish: Wish = NO_WISH,
     ) -> AsyncIterator[Lease]:
         """The only way to a worker.
 
-        keep_alive_s: None leaves the model's duration as it is, math.inf is forever. Raises
-        ModelNotFound, ServerBusy, NoMemory, LoadFailed.
+        keep_alive_s: None leaves the model's duration as it is, math.inf is forever. `wish` counts
+        if this loads the model. Raises ModelNotFound, ServerBusy, NoMemory, LoadFailed.
         """
         manifest = self._store.get(name)
         began = self._clock()
         worker = self._ready_worker(manifest)
         if worker is None:
-            worker = await self._wait_for(manifest, on_loading)
-        elif worker.stats.waiting >= self._settings.max_queue:
+            worker = await self._wait_for(manifest, on_loading, wish)
+        elif self._entries[manifest.digest].num_leases >= NUM_SEQS + self._settings.max_queue:
             raise ServerBusy
         key = manifest.digest
+        entry = self._entries.get(key)
         self._keep_alive.acquire(key, self._clock(), keep_alive_s)
+        if entry is not None:
+            entry.num_leases += 1
         try:
             yield Lease(self, manifest, worker, self._clock() - began)
         finally:
+            if entry is not None:
+                entry.num_leases -= 1
             self._release(key)
 
     async def worker_for(self, manifest: Manifest) -> WorkerProcess:
         """A ready worker for someone who holds a lease already. Loads if need be."""
-        return self._ready_worker(manifest) or await self._wait_for(manifest, None)
+        return self._ready_worker(manifest) or await self._wait_for(manifest, None, NO_WISH)
 
     def _ready_worker(self, manifest: Manifest) -> WorkerProcess | None:
         entry = self._entries.get(manifest.digest)
@@ -230,48 +168,55 @@ class ModelManager:
             return None
         return entry.worker if entry.worker.state is State.READY else None
 
-    async def _wait_for(self, manifest: Manifest, on_loading: Progress | None) -> WorkerProcess:
+    async def _wait_for(
+        self, manifest: Manifest, on_loading: Progress | None, wish: Wish
+    ) -> WorkerProcess:
         """Join the model's load, or begin it."""
-        if self._num_waiting >= self._settings.max_queue:
-            raise ServerBusy
-        self._num_waiting += 1
-        try:
-            while True:
-                entry = self._entries.get(manifest.digest)
-                if entry is None:
-                    entry = self._begin_load(manifest)
-                elif entry.is_leaving or (entry.worker and entry.worker.state is State.DEAD):
-                    await entry.has_left.wait()
-                    continue
-                return await self._join(entry, on_loading)
-        finally:
-            self._num_waiting -= 1
+        while True:
+            entry = self._entries.get(manifest.digest)
+            if entry is None:
+                entry = self._begin_load(manifest, wish)
+            elif entry.num_waiting >= self._settings.max_queue:
+                raise ServerBusy
+            elif entry.is_leaving or (entry.worker and entry.worker.state is State.DEAD):
+                await self._until_left(entry)
+                continue
+            return await self._join(entry, on_loading)
 
-    def _begin_load(self, manifest: Manifest) -> _Entry:
+    async def _until_left(self, entry: Entry) -> None:
+        entry.num_waiting += 1
+        try:
+            await entry.has_left.wait()
+        finally:
+            entry.num_waiting -= 1
+
+    def _begin_load(self, manifest: Manifest, wish: Wish) -> Entry:
         if self._is_closing:
-            raise DaemonError("llmd is shutting down")
-        self._hold_off.raise_if_held(manifest.digest, manifest.name.display, self._clock())
-        entry = _Entry(manifest, self._estimate(manifest))
+            raise ShuttingDown
+        now = self._clock()
+        self._hold_off.raise_if_held(manifest.digest, manifest.name.display, now)
+        entry = Entry(manifest, self._estimate(manifest), wish, now)
         entry.task = asyncio.create_task(self._load(entry), name=f"load {manifest.name.display}")
         # Before the load's first step runs: two who come in the same tick share it.
         self._entries[entry.key] = entry
         entry.task.add_done_callback(lambda task: self._load_ended(entry, task))
         return entry
 
-    def _load_ended(self, entry: _Entry, task: asyncio.Task[WorkerProcess]) -> None:
+    def _load_ended(self, entry: Entry, task: asyncio.Task[WorkerProcess]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._forget(entry)
 
-    async def _join(self, entry: _Entry, on_loading: Progress | None) -> WorkerProcess:
+    async def _join(self, entry: Entry, on_loading: Progress | None) -> WorkerProcess:
         assert entry.task is not None
         if on_loading is not None:
             entry.listeners.append(on_loading)
+            on_loading(*entry.progress)
         entry.num_waiting += 1
         try:
             return await asyncio.shield(entry.task)
         except asyncio.CancelledError:
             if entry.task.cancelled() and self._is_closing:
-                raise DaemonError("llmd is shutting down") from None
+                raise ShuttingDown from None
             if entry.num_waiting == 1 and not entry.task.done():
                 entry.is_leaving = True  # the last who wanted it has left
                 entry.task.cancel()
@@ -287,15 +232,42 @@ class ModelManager:
             if self._keep_alive.num_leases(key) == 0:
                 self._keep_alive.forget(key)  # its worker died under the lease
             return
-        self._room_made.set()
+        self._room.ring()
         self._expire()
+
+    # ---------------------------------------------------------------- requests
+
+    def running_request(self, lease: Lease, request: Generate) -> RunningRequest:
+        """The record of a sequence that is about to begin: it lists itself while it runs."""
+        return RunningRequest(
+            request.id,
+            lease.manifest.name.display,
+            request.client,
+            self._clock(),
+            self._requests,
+            lambda: lease.cancel(request.id),
+        )
+
+    def requests(self) -> list[tuple[RunningRequest, float]]:
+        """What is being answered, and for how many seconds."""
+        now = self._clock()
+        return [(request, now - request.began_at) for request in self._requests.list()]
+
+    def cancel(self, beginning: str) -> str | None:
+        """End the request whose id begins so, and return the id; its client gets a proper end.
+
+        None if there is no such request, or more than one.
+        """
+        request = self._requests.cancel(beginning)
+        return request.id if request is not None else None
 
     # -------------------------------------------------------------------- load
 
-    async def _load(self, entry: _Entry) -> WorkerProcess:
+    async def _load(self, entry: Entry) -> WorkerProcess:
         try:
             await self._make_room(entry)
-            load = self._load_message(entry.manifest)
+            load = self._load_message(entry)
+            entry.tell(0.0, "starting")
             worker = await self._spawn(load, entry.tell)
         except Exception as error:
             self._note(entry, "failed", str(error))
@@ -304,8 +276,10 @@ class ModelManager:
             await worker.kill()
             raise asyncio.CancelledError
         entry.worker = worker
+        self._memory.follow(entry)
         self._measure(entry)
-        self._note(entry, "loaded", f"{entry.size_bytes} bytes")
+        self._counters["loads"] += 1
+        self._note(entry, "loaded", f"{entry.size_bytes} bytes on {', '.join(entry.devices)}")
         self._start(self._bury(entry, worker))
         # Whoever asked for it acquires it now; if they all left, the default duration runs.
         self._keep_alive.acquire(entry.key, self._clock(), None)
@@ -313,49 +287,84 @@ class ModelManager:
         self._schedule_expiry()
         return worker
 
-    async def _make_room(self, entry: _Entry) -> None:
+    async def _make_room(self, entry: Entry) -> None:
         """Return when the model fits. Evicts idle models; waits for busy ones."""
-        async with self._room_lock:
+        self._queue.append(entry)
+        try:
             while True:
-                self._room_made.clear()
+                if not self._may_decide(entry):
+                    await self._room.wait()
+                    continue
                 verdict = self._verdict(entry)
                 if verdict.fits and not verdict.evict:
+                    entry.parts = verdict.parts
+                    entry.on_devices = entry.wanted_on_devices()
                     entry.has_room = True
-                    return
+                    break
                 if verdict.fits:
                     # One, then look again: while it goes, another may have found work.
-                    reason = f"least recently used, to make room for {_name(entry)}"
-                    await self._unload(self._entries[verdict.evict[0]], reason, drain_s=0)
+                    victim = self._entries.get(verdict.evict[0])
+                    if victim is not None and self._is_idle(victim.key):
+                        self._counters["evictions"] += 1
+                        reason = f"least recently used, to make room for {entry.name}"
+                        await self._unload(victim, reason, drain_s=0)
                     continue
                 if not verdict.must_wait:
                     raise NoMemory(
-                        f"{_name(entry)} needs about {_gb(verdict.needed_bytes)} and llmd may use "
+                        f"{entry.name} needs about {_gb(verdict.needed_bytes)} and llmd may use "
                         f"{_gb(verdict.available_bytes)}; raise LLMD_MEMORY_LIMIT or take a "
                         "smaller model"
                     )
-                await self._room_made.wait()
+                await self._room.wait()
+        finally:
+            self._queue.remove(entry)
+            self._room.ring()
+        await self._memory.reclaim()
 
-    def _verdict(self, entry: _Entry) -> Verdict:
-        """Whether the entry fits now, as far as that can be told."""
+    def _may_decide(self, entry: Entry) -> bool:
+        """A load that has waited long is not passed any more."""
+        first = self._queue[0]
+        return first is entry or self._clock() - first.asked_at < PATIENCE_S
+
+    def _verdict(self, entry: Entry) -> Verdict:
+        """Whether the entry fits now, as far as that can be told. Idle prefixes give way."""
+        found = self._inventory.probe()
         others = [
             other for other in self._entries.values() if other is not entry and other.has_room
         ]
+        residents = []
         for other in others:
             self._measure(other)
+            residents.append(Resident(other.key, other.kept_bytes, other.on_devices))
+        used = sum(resident.size_bytes for resident in residents)
+        # A load that is under way has not taken yet what it will take.
+        coming: dict[str, int] = {}
+        for other in others:
+            if other.worker is None:
+                for device, size in other.on_devices.items():
+                    coming[device] = coming.get(device, 0) + size
+        gpus = tuple(
+            dataclasses.replace(device, free_bytes=device.free_bytes - coming.get(device.id, 0))
+            for device in found
+            if device.is_gpu
+        )
         return place(
-            entry.size_bytes,
-            self._limit(sum(other.size_bytes for other in others if other.worker is not None)),
-            [Resident(other.key, other.size_bytes) for other in others],
+            self._need(entry, bool(gpus)),
+            Room(self._memory.limit(found) - used, gpus),
+            residents,
             [key for key in self._keep_alive.by_age() if self._is_idle(key)],
             self._settings.max_loaded_models,
+            self._settings_wish(entry.wish),
         )
 
-    def _limit(self, used_bytes: int) -> int:
-        """What the models may use together: other programs' memory is not ours to take, unless
-        the person has set the limit."""
-        if self._settings.memory_limit_bytes:
-            return self._limit_bytes
-        return min(self._limit_bytes, used_bytes + self._available_bytes())
+    def _settings_wish(self, wish: Wish) -> Wish:
+        """With what holds for all loads."""
+        return dataclasses.replace(
+            wish,
+            require_gpu=wish.require_gpu or self._settings.require_gpu,
+            spread=wish.spread or self._settings.spread,
+            gpu_overhead_bytes=self._settings.gpu_overhead_bytes,
+        )
 
     def _is_idle(self, key: str) -> bool:
         """Loaded, and neither leased nor about to be."""
@@ -367,7 +376,8 @@ class ModelManager:
             and self._keep_alive.num_leases(key) == 0
         )
 
-    def _load_message(self, manifest: Manifest) -> Load:
+    def _load_message(self, entry: Entry) -> Load:
+        manifest = entry.manifest
         files = [
             ModelFile(file.name, file.role, str(self._store.path_of(file)))
             for file in manifest.files
@@ -377,10 +387,15 @@ class ModelManager:
             digest=manifest.digest,
             files=files,
             context_length=self._settings.context_length,
+            parts=list(entry.parts),
             dtype=self._settings.dtype,
+            # What it could ever hold: the present budget comes when it is ready.
+            kv_budget_bytes=max(self._memory.limit_bytes - entry.kept_bytes, KV_FLOOR_BYTES),
+            max_num_seqs=NUM_SEQS,
             num_threads=self._settings.num_threads,
             template=manifest.template,
-            cache_dir=str(self._settings.models / "derived" / manifest.digest),
+            cache_dir=str(self._store.root / "derived" / manifest.digest),
+            prefix_budget_bytes=self._settings.prefix_cache_bytes,
         )
 
     async def _spawn_worker(self, load: Load, on_loading: Progress | None) -> WorkerProcess:
@@ -388,17 +403,32 @@ class ModelManager:
         return await WorkerProcess.start(load, command, on_loading, self._settings.load_timeout_s)
 
     def _estimate(self, manifest: Manifest) -> int:
-        if manifest.digest in self._measured:
-            return self._measured[manifest.digest]
-        weights = sum(file.size for file in manifest.files if file.role == "weights")
+        """What a load has to find: what it took the last time and some KV, or a guess."""
+        base = self._remembered.get(manifest.digest, self._settings.dtype)
+        if base is not None:
+            return base + KV_FLOOR_BYTES
         dtype_bytes = 4 if self._settings.dtype in ("auto", "float32") else 2
-        return estimate_bytes(weights, manifest.parameter_count or 0, dtype_bytes)
+        return estimate_bytes(weights_bytes(manifest), manifest.parameter_count or 0, dtype_bytes)
 
-    def _measure(self, entry: _Entry) -> None:
+    def _need(self, entry: Entry, has_gpus: bool) -> Need:
+        num_layers = num_layers_of(self._store, entry.manifest) if has_gpus else 1
+        return Need(entry.weights_bytes, num_layers, entry.size_bytes)
+
+    def _measure(self, entry: Entry) -> None:
         if entry.worker is not None and entry.worker.ready is not None:
-            own = entry.worker.stats.rss_bytes or entry.worker.ready.weights_bytes
-            entry.size_bytes = own
-            self._measured[entry.key] = own
+            entry.size_bytes = entry.resident_bytes
+            if not entry.on_devices:
+                base = entry.resident_bytes - entry.kv_bytes
+                self._remembered.put(entry.key, self._settings.dtype, base)
+
+    def _relieve(self, free_bytes: int) -> bool:
+        """The least recently used idle model leaves for other programs' sake, if there is one."""
+        idle = [key for key in self._keep_alive.by_age() if self._is_idle(key)]
+        if idle:
+            self._counters["evictions"] += 1
+            reason = f"other programs need memory: {_gb(free_bytes)} are free"
+            self._leave(self._entries[idle[0]], reason, drain_s=0)
+        return bool(idle)
 
     # ------------------------------------------------------------------ unload
 
@@ -415,6 +445,7 @@ class ModelManager:
     async def shutdown(self) -> None:
         """End every worker; running answers may go on for `drain_s`."""
         self._is_closing = True
+        self._memory.close()
         if self._timer is not None:
             self._timer.cancel()
         entries = list(self._entries.values())
@@ -433,35 +464,37 @@ class ModelManager:
         )
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _unload(self, entry: _Entry, reason: str, drain_s: float) -> None:
+    async def _unload(self, entry: Entry, reason: str, drain_s: float) -> None:
         self._leave(entry, reason, drain_s)
         await entry.has_left.wait()
 
-    def _leave(self, entry: _Entry, reason: str, drain_s: float) -> None:
+    def _leave(self, entry: Entry, reason: str, drain_s: float) -> None:
         """From now on nobody is given this worker. `has_left` tells when it is gone."""
         if entry.is_leaving or entry.worker is None:
             return
         entry.is_leaving = True
+        self._counters["unloads"] += 1
         self._note(entry, "unloaded", reason)
         self._start(entry.worker.stop(drain_s))
 
-    async def _bury(self, entry: _Entry, worker: WorkerProcess) -> None:
+    async def _bury(self, entry: Entry, worker: WorkerProcess) -> None:
         """When the worker is gone, however that came, so is the entry."""
         await worker.wait_dead()
         if not entry.is_leaving:
             why = str(worker.death())
+            self._counters["worker_deaths"] += 1
             self._note(entry, "died", why)
             self._hold_off.died(entry.key, self._clock(), why)
         self._forget(entry)
         await worker.kill()  # reaps its tasks
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: Entry) -> None:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
         if self._keep_alive.num_leases(entry.key) == 0:
             self._keep_alive.forget(entry.key)
         entry.has_left.set()
-        self._room_made.set()
+        self._room.ring()
         self._schedule_expiry()
 
     def _expire(self) -> None:
@@ -502,11 +535,27 @@ class ModelManager:
         far = datetime.max.replace(tzinfo=UTC)
         return sorted(snapshots, key=lambda model: model.expires_at or far, reverse=True)
 
+    def loading(self) -> list[LoadingModel]:
+        """The models on their way in, the first to be asked for first."""
+        return [
+            LoadingModel(entry.manifest, entry.size_bytes, *entry.progress, entry.num_waiting)
+            for entry in self._entries.values()
+            if entry.worker is None and not entry.is_leaving
+        ]
+
+    def devices(self) -> tuple[Device, ...]:
+        """What there is to compute on, looked at now."""
+        return self._inventory.probe()
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        return dict(self._counters)
+
     def history(self) -> list[HistoryEntry]:
         """The last loads and unloads, the newest last."""
         return list(self._history)
 
-    def _snapshot(self, entry: _Entry, worker: WorkerProcess, now: float) -> LoadedModel:
+    def _snapshot(self, entry: Entry, worker: WorkerProcess, now: float) -> LoadedModel:
         assert worker.ready is not None
         expiry = self._keep_alive.expires_at(entry.key, now)
         left = expiry - now
@@ -520,20 +569,21 @@ class ModelManager:
             size_vram=worker.ready.weights_vram_bytes,
             context_length=worker.ready.context_length,
             stats=worker.stats,
-            devices=("cpu",),
+            devices=entry.devices,
             ready=worker.ready,
             pid=worker.pid,
             num_leases=self._keep_alive.num_leases(entry.key),
+            kv_budget_bytes=entry.kv_budget_bytes,
         )
 
-    def _note(self, entry: _Entry, event: str, reason: str) -> None:
-        log.info("%s %s: %s", _name(entry), event, reason)
-        self._history.append(HistoryEntry(datetime.now(UTC), _name(entry), event, reason))
+    def _note(self, entry: Entry, event: str, reason: str) -> None:
+        log.info("%s %s: %s", entry.name, event, reason)
+        self._history.append(HistoryEntry(datetime.now(UTC), entry.name, event, reason))
 
     def check(self) -> None:
         """Assert the invariants."""
         self._keep_alive.check()
-        assert self._num_waiting >= 0
+        assert all(entry in self._entries.values() for entry in self._queue)
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.task is not None, f"{key} has neither a load nor a worker"
@@ -541,10 +591,6 @@ class ModelManager:
             assert entry.num_waiting >= 0, f"{key}: {entry.num_waiting} wait"
             if entry.worker is not None:
                 entry.worker.check()
-
-
-def _name(entry: _Entry) -> str:
-    return entry.manifest.name.display
 
 
 def _gb(size_bytes: int) -> str:

@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 DEFAULT_PORT = 11434
 PREFIXES = ("LLMD_", "OLLAMA_")
-_OWN_ALONE = frozenset({"API_KEY", "HOSTS", "WORKER_COMMAND", "REGISTRY", "ALIASES"})
+_OWN_ALONE = frozenset(
+    {"API_KEY", "HOSTS", "WORKER_COMMAND", "REGISTRY", "ALIASES", "DEVICES", "REQUIRE_GPU"}
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -49,6 +51,10 @@ class Settings:
     context_length: int = 0  # default num_ctx; 0: what the model and the memory allow
     memory_limit_bytes: int = 0  # for all models together; 0: most of what the machine has
     prefix_cache_bytes: int = 512 * 10**6  # of each model's known prefixes on disk; 0: none
+    gpu_overhead_bytes: int = 0  # of each GPU, left to other programs
+    spread: bool = False  # over all GPUs, also where one would do
+    require_gpu: bool = False  # rather fail than leave a layer on the CPU
+    devices: Path | None = None  # a list of devices that is believed instead of the machine
     dtype: str = "auto"
     num_threads: int = 0  # of one worker; 0: the physical cores
     drain_s: float = 5.0  # how long running answers may go on at shutdown
@@ -89,6 +95,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         context_length=reader.get("CONTEXT_LENGTH", _natural, 0),
         memory_limit_bytes=reader.get("MEMORY_LIMIT", parse_size, 0),
         prefix_cache_bytes=reader.get("PREFIX_CACHE", parse_size, defaults.prefix_cache_bytes),
+        gpu_overhead_bytes=reader.get("GPU_OVERHEAD", parse_size, 0),
+        spread=reader.get("SCHED_SPREAD", _truth, False),
+        require_gpu=reader.get("REQUIRE_GPU", _truth, False),
+        devices=reader.get("DEVICES", _existing_file, None),
         dtype=reader.get("DTYPE", _dtype, defaults.dtype),
         num_threads=reader.get("NUM_THREADS", _natural, 0),
         drain_s=reader.get("DRAIN", _load_timeout, defaults.drain_s),

@@ -4,9 +4,9 @@
                  └──Failed, silence, exit──▶ DEAD ◀──exit, silence───┘
 
 Death is seen at once: the end of the child's stdout. A ready child that is alive but says nothing
-for `silence_s` (it sends Stats every second, but one step of a large model may take longer) is
-taken for hung and killed; one that was stopped by a signal, much sooner. Either way every open
-stream gets WorkerDied, with the last lines of the log.
+for `silence_s` (it sends Stats every second, from a thread of its own) is taken for hung and
+killed; one that was stopped by a signal, much sooner; one whose step does not end, after
+`STEP_LIMIT_S`. In each case every open stream gets WorkerDied, with the last lines of the log.
 
 The child ends by itself when its stdin ends, and on Linux by a signal of the kernel when the daemon
 dies; so a daemon that is killed leaves no worker.
@@ -60,7 +60,8 @@ log = logging.getLogger("llmd.worker_process")
 MAX_LINE_BYTES = 2**28  # a prompt of a million ids is 8 MB; beyond this the child is out of order
 LOG_LINES_KEPT = 50
 LOG_LINES_TOLD = 3  # of them, in an error
-SILENCE_S = 30.0  # without a sign of life; longer than any step
+SILENCE_S = 15.0  # without a sign of life; a machine that swaps can be as slow as that
+STEP_LIMIT_S = 600.0  # of one engine step; the longest prompts on the slowest machines take less
 STOPPED_SILENCE_S = 3.0  # the same for a process that the system says is stopped
 LAST_WORDS_S = 0.2  # how long the end of a dead child's log is waited for
 KILL_AFTER_S = 5.0  # from asking a child to end to killing it
@@ -86,7 +87,7 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._items: deque[Answer | DaemonError] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for the next answer
         self.is_over = False  # nothing more will come from the worker
 
     def put(self, item: Answer | DaemonError) -> None:
@@ -97,13 +98,14 @@ class _Mailbox:
             self._items.append(item)
         is_final = isinstance(item, Delta) and item.finished is not None
         self.is_over = self.is_over or is_final or not isinstance(item, Started | Delta)
-        self._arrived.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> Answer:
         """The next answer. Raises the error that came instead."""
         while not self._items:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         item = self._items.popleft()
         if isinstance(item, DaemonError):
             raise item
@@ -138,7 +140,9 @@ class WorkerProcess:
         self.state = State.LOADING
         self.ready: Ready | None = None
         self.stats = Stats()
+        self.on_stats: Callable[[], None] | None = None  # told when `stats` has changed
         self._mailboxes: dict[str, _Mailbox] = {}
+        self._sequences: dict[str, str] = {}  # the caller's ids of Generates, and the worker's
         self._log_lines: deque[str] = deque(maxlen=LOG_LINES_KEPT)
         self._last_sign = time.monotonic()
         self._failure: DaemonError | None = None  # what a Failed without id said
@@ -222,14 +226,24 @@ class WorkerProcess:
 
         The request's id is replaced by one of this worker's. Raises RequestFailed, WorkerDied.
         """
-        request = msgspec.structs.replace(request, id=f"g{next(self._ids)}")
-        async with self._mailbox(request) as mailbox:
-            while True:
-                answer = await mailbox.get()
-                assert isinstance(answer, Started | Delta), answer
-                yield answer
-                if isinstance(answer, Delta) and answer.finished is not None:
-                    return
+        own = msgspec.structs.replace(request, id=f"g{next(self._ids)}")
+        async with self._mailbox(own) as mailbox:
+            self._sequences[request.id] = own.id
+            try:
+                while True:
+                    answer = await mailbox.get()
+                    assert isinstance(answer, Started | Delta), answer
+                    yield answer
+                    if isinstance(answer, Delta) and answer.finished is not None:
+                        return
+            finally:
+                self._sequences.pop(request.id, None)
+
+    def cancel(self, id: str) -> None:
+        """End the sequence of this request: its stream goes on to a final delta, "abort"."""
+        own_id = self._sequences.get(id)
+        if own_id is not None:
+            self._write(Cancel(own_id))
 
     async def embed(self, request: Embed) -> Embedded:
         """Raises RequestFailed, WorkerDied."""
@@ -296,9 +310,9 @@ class WorkerProcess:
             for delta in event.deltas:
                 self._deliver(delta.id, delta)
             if event.stats is not None:
-                self.stats = event.stats
+                self._take_stats(event.stats)
         elif isinstance(event, Stats):
-            self.stats = event
+            self._take_stats(event)
         elif isinstance(event, Started | Embedded | Tokenized):
             self._deliver(event.id, event)
         elif isinstance(event, Loading):
@@ -309,6 +323,11 @@ class WorkerProcess:
                 self._is_loaded.set_result(event)
         else:
             self._fail(event)
+
+    def _take_stats(self, stats: Stats) -> None:
+        self.stats = stats
+        if self.on_stats is not None:
+            self.on_stats()
 
     def _fail(self, event: Failed) -> None:
         if event.id is not None:
@@ -365,17 +384,21 @@ class WorkerProcess:
             if self.state is not State.LOADING and self._is_hung():
                 await asyncio.sleep(0.05)  # if it was us who slept, its lines are read now
                 if self._is_hung():
-                    silent_s = time.monotonic() - self._last_sign
-                    self._log_lines.append(f"no sign of life for {silent_s:.1f} s; killed")
+                    self._log_lines.append(f"{self._symptom()}; killed")
                     log.error("%s: %s", self.name, self._log_lines[-1])
                     self._kill_now()
                     return
 
     def _is_hung(self) -> bool:
         silent_s = time.monotonic() - self._last_sign
-        if silent_s > self._silence_s:
+        if silent_s > self._silence_s or self.stats.step_s > STEP_LIMIT_S:
             return True
         return silent_s > STOPPED_SILENCE_S and _is_stopped(self.pid)
+
+    def _symptom(self) -> str:
+        if self.stats.step_s > STEP_LIMIT_S:
+            return f"a step did not end within {self.stats.step_s:.0f} s"
+        return f"no sign of life for {time.monotonic() - self._last_sign:.1f} s"
 
     # -------------------------------------------------------------------- end
 

@@ -197,7 +197,16 @@ class FakeWorker:
             time.sleep(3600)
 
     def end(self, ids: list[str]) -> None:
-        deltas = [Delta(id, finished=Finished("abort")) for id in ids if self.running.pop(id, None)]
+        deltas = [
+            Delta(
+                id,
+                finished=Finished(
+                    "abort", num_prompt_tokens=3, num_output_tokens=len(sequence.ids)
+                ),
+            )
+            for id in ids
+            if (sequence := self.running.pop(id, None)) is not None
+        ]
         self.send(Step(deltas, self.stats()))
 
     def end_if_drained(self) -> None:

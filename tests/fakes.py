@@ -57,7 +57,12 @@ class FakeWorkerProcess:
         self.ready = Ready(2048, 2048, 16, 100, 4096, rss_bytes)
         self.stats = Stats(rss_bytes=rss_bytes)
         self.pid = 1
+        self.on_stats: Callable[[], None] | None = None
+        self.budgets: list[int] = []
         self._died = asyncio.Event()
+
+    async def set_kv_budget(self, budget_bytes: int) -> None:
+        self.budgets.append(budget_bytes)
 
     def die(self) -> None:
         self.state = State.DEAD

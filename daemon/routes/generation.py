@@ -2,8 +2,8 @@
 
     holding(call, model, keep_alive_s) ──▶ Held ──generation(request)──▶ Generation ──deltas()──▶ …
 
-A Generation yields Deltas and remembers what their last one said. An end that is nobody's wish (the
-worker failed, the model was unloaded meanwhile) is raised, never passed off as an answer.
+A Generation yields Deltas and remembers what their last one said. A failure is raised, never passed
+off as an answer; an answer that was ended (a cancel, a shutdown) has a proper end that says so.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
+
 from ...backend.protocol import Delta, Finished, Generate, Started, TokenLogprob, ToolCall
 from ..errors import RequestFailed
 from ..metrics import ModelFigures
+from ..placement import NO_WISH, Wish
 from .call import Call
 from .durations import nanoseconds
 from .lookup import Model
@@ -75,8 +78,6 @@ class Generation:
         self.finished = finished
         if finished.reason == "error":
             raise RequestFailed("internal", finished.error or "the answer failed in the worker")
-        if finished.reason == "abort":
-            raise RequestFailed("internal", "the model was unloaded while it was answering")
 
     async def collect(self) -> Answer:
         """Run to the end and return all of it."""
@@ -94,13 +95,23 @@ class Generation:
 
     @property
     def end(self) -> Finished:
-        """Only after the last delta."""
+        """Only after the last delta. An answer that was ended from outside counts as cut short,
+        for which the contracts have one word."""
         assert self.finished is not None, "the sequence has not ended"
+        if self.was_ended:
+            return msgspec.structs.replace(self.finished, reason="length")
         return self.finished
+
+    @property
+    def was_ended(self) -> bool:
+        """By `llmd cancel`, or because its model or the daemon had to go."""
+        return self.finished is not None and self.finished.reason == "abort"
 
     def notes(self) -> dict[str, Any]:
         """What the contracts have no field for, and a user may want to know: the `llmd` field."""
         notes: dict[str, Any] = {}
+        if self.was_ended:
+            notes["ended"] = "cancelled, or the model was unloaded"
         if self.started is not None and self.started.truncated_tokens:
             notes["truncated_tokens"] = self.started.truncated_tokens
         if self.started is not None and self.started.truncated_messages:
@@ -158,10 +169,17 @@ class Held:
 
 
 @asynccontextmanager
-async def holding(call: Call, model: Model, keep_alive_s: float | None) -> AsyncIterator[Held]:
+async def holding(
+    call: Call, model: Model, keep_alive_s: float | None, wish: Wish = NO_WISH
+) -> AsyncIterator[Held]:
     """The model, loaded, for as long as the block runs."""
-    async with call.services.manager.lease(model.name, keep_alive_s) as lease:
+    async with call.services.manager.lease(model.name, keep_alive_s, wish=wish) as lease:
         yield Held(call, model, lease, time.monotonic() - call.arrived)
+
+
+def is_text_alone(delta: Delta) -> bool:
+    """As most deltas are."""
+    return bool(delta.text) and not (delta.thinking or delta.tool_calls or delta.logprobs)
 
 
 def native_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ...registry.errors import ModelNotFound, NameInvalid, RegistryError, SourceUnavailable
@@ -20,6 +21,7 @@ from ...registry.manifest import Manifest
 from ...registry.names import ModelName
 from ...registry.pull import Reference
 from ..errors import BadRequest, DaemonError, Forbidden, NotFound, Unauthorized
+from ..snapshots import LoadingModel
 from .bodies import Body, CopyBody, NameBody, PullBody, ShowBody
 from .call import Call, Route
 from .durations import expiry_text, local_text
@@ -31,6 +33,7 @@ from .services import LoadedModel, PullProgress
 
 log = logging.getLogger("llmd.routes")
 
+_LOADING_SHOWN = timedelta(minutes=5)  # the usual keep-alive, for clients that want a time
 PULL_FAILED = "pull model manifest"
 PULL_NOT_FOUND = f"{PULL_FAILED}: file does not exist"  # the CLI and others look for it
 
@@ -143,8 +146,10 @@ def _name_or(text: str, complaint: str) -> ModelName:
 
 async def ps(call: Call) -> None:
     """GET /api/ps: the loaded models, the one that stays longest first."""
-    rows = [_loaded(loaded) for loaded in call.services.manager.loaded()]
+    manager = call.services.manager
+    rows = [_loaded(loaded) for loaded in manager.loaded()]
     rows.sort(key=lambda row: str(row["expires_at"]), reverse=True)
+    rows += [_loading(loading) for loading in manager.loading()]
     await call.send_json({"models": rows})
 
 
@@ -172,9 +177,27 @@ def _loaded(loaded: LoadedModel) -> dict[str, Any]:
             "blocks_cached": stats.blocks_cached,
             "blocks_free": stats.blocks_free,
             "bytes": stats.kv_bytes,
+            "budget_bytes": loaded.kv_budget_bytes,
             "bytes_per_token": ready.block_bytes // max(ready.block_size, 1),
             "saved_bytes": stats.saved_bytes,
         },
+    }
+
+
+def _loading(loading: LoadingModel) -> dict[str, Any]:
+    """On its way in: its size is an estimate, and it expires when it expires."""
+    manifest = loading.manifest
+    return {
+        "name": manifest.name.display,
+        "model": manifest.name.display,
+        "size": loading.size,
+        "digest": manifest.digest,
+        "details": _details(manifest),
+        "expires_at": expiry_text(datetime.now(UTC) + _LOADING_SHOWN),
+        "size_vram": 0,
+        "context_length": manifest.context_length or 0,
+        "loading": {"fraction": round(loading.fraction, 3), "stage": loading.stage},
+        "waiting": loading.num_waiting,
     }
 
 

@@ -46,7 +46,7 @@ async def generate(call: Call) -> None:
     model.check_images(body.images)
     options = parse_options(call, model, body.options)
     format = checked_format(body.format)
-    async with holding(call, model, keep_alive_s) as held:
+    async with holding(call, model, keep_alive_s, options.wish) as held:
         if not body.prompt:
             await call.send_json(_only(model, {"response": ""}, "load"))
             return
@@ -83,7 +83,7 @@ async def chat(call: Call) -> None:
         model.check_images(message.images)
     options = parse_options(call, model, body.options)
     format = checked_format(body.format)
-    async with holding(call, model, keep_alive_s) as held:
+    async with holding(call, model, keep_alive_s, options.wish) as held:
         if not body.messages:
             await call.send_json(_only(model, _message("", "", ()), "load"))
             return
@@ -297,7 +297,7 @@ def _final(
     token_ids: Sequence[int],
 ) -> dict[str, Any]:
     end = generation.end
-    final = _only(held.model, content, end.reason)
+    final = _only(held.model, content, "abort" if generation.was_ended else end.reason)
     if logprobs:
         final["logprobs"] = native_logprobs(logprobs)
     if with_context and generation.started is not None:

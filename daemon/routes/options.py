@@ -16,6 +16,7 @@ from typing import Any
 
 from ...backend.protocol import SamplingParams
 from ..errors import BadRequest
+from ..placement import Wish
 
 MIN_NUM_CTX = 4
 MAX_WINDOWS = 10  # an answer without a limit ends after this many windows
@@ -54,6 +55,7 @@ OPTION_TYPES: dict[str, Callable[[str, object], Any]] = {
     "num_batch": _int,
     "num_gpu": _int,
     "main_gpu": _int,
+    "require_gpu": _bool,
     "use_mmap": _bool,
     "num_thread": _int,
     "draft_num_predict": _int,
@@ -94,6 +96,16 @@ class Options:
     def num_ctx(self) -> int | None:
         num_ctx: int = self.values.get("num_ctx", 0)
         return max(num_ctx, MIN_NUM_CTX) if num_ctx > 0 else None
+
+    @property
+    def wish(self) -> Wish:
+        """Where the model should go, if this request loads it."""
+        num_gpu, main_gpu = self.values.get("num_gpu", -1), self.values.get("main_gpu", -1)
+        return Wish(
+            num_gpu=num_gpu if num_gpu >= 0 else None,
+            main_gpu=main_gpu if main_gpu >= 0 else None,
+            require_gpu=bool(self.values.get("require_gpu", False)),
+        )
 
     @property
     def num_keep(self) -> int:

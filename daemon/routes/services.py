@@ -27,7 +27,11 @@ from ...registry.manifest import Manifest
 from ...registry.names import ModelName
 from ...registry.pull import Reference
 from ...registry.store import ModelStore
+from ..devices import Device
 from ..metrics import Metrics
+from ..placement import NO_WISH, Wish
+from ..running import RunningRequest
+from ..snapshots import HistoryEntry, LoadingModel
 
 API_VERSION = "0.33.0"  # clients refuse servers of this API that look older than 0.6.4
 
@@ -74,6 +78,8 @@ class LoadedModel(Protocol):
     def pid(self) -> int: ...
     @property
     def devices(self) -> Sequence[str]: ...
+    @property
+    def kv_budget_bytes(self) -> int: ...
 
 
 class Manager(Protocol):
@@ -84,11 +90,23 @@ class Manager(Protocol):
         name: ModelName,
         keep_alive_s: float | None,
         on_loading: Callable[[float, str], None] | None = None,
+        wish: Wish = NO_WISH,
     ) -> AbstractAsyncContextManager[Lease]:
-        """keep_alive_s: None leaves it as it is, math.inf is forever."""
+        """keep_alive_s: None leaves it as it is, math.inf is forever. `wish` counts at a load."""
         ...
 
     def loaded(self) -> Sequence[LoadedModel]: ...
+    def loading(self) -> Sequence[LoadingModel]: ...
+    def devices(self) -> Sequence[Device]: ...
+    def history(self) -> Sequence[HistoryEntry]: ...
+
+    def requests(self) -> Sequence[tuple[RunningRequest, float]]:
+        """What is being answered, and for how many seconds."""
+        ...
+
+    def cancel(self, beginning: str) -> str | None:
+        """End the one request whose id begins so. None: there is none, or more than one."""
+        ...
 
     async def unload(self, name: ModelName) -> None:
         """Unload as soon as it is idle; at once if it is now. Not loaded: nothing happens."""
@@ -141,4 +159,5 @@ class Services:
     metrics: Metrics
     version: str  # our own
     context_length: int = 0  # default num_ctx; 0: what the worker chooses
+    stop: Callable[[], None] = lambda: None  # end the daemon
     creator: Any = None  # registry.create; None: /api/create says that it isn't there

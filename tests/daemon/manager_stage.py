@@ -40,7 +40,7 @@ class VirtualStage:
         self.store = store_of(root, list(sizes))
         self.spawner = FakeSpawner({f"{name}:latest": size for name, size in sizes.items()})
         self.manager = ModelManager(
-            Settings(**{"memory_limit_bytes": 8 * GB, **settings}),
+            Settings(**{"memory_limit_bytes": 8 * GB, "models": root, **settings}),
             self.store,
             self.spawner,
             clock=asyncio.get_running_loop().time,
@@ -74,7 +74,7 @@ class RealStage:
         self.workers: list[WorkerProcess] = []
         self._silence_s = silence_s
         self.manager = ModelManager(
-            Settings(memory_limit_bytes=64 * GB), store_of(root, names), self._spawn
+            Settings(memory_limit_bytes=64 * GB, models=root), store_of(root, names), self._spawn
         )
 
     async def _spawn(self, load: Load, on_loading: Progress | None) -> WorkerProcess:

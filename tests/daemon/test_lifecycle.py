@@ -188,7 +188,7 @@ def test_sigterm_lets_an_answer_end_and_takes_everything_down(daemon: Daemon) ->
     assert "Traceback" not in daemon.log.read_text()
 
 
-def test_an_answer_that_outlasts_the_drain_is_ended_in_words(tmp_path: Path) -> None:
+def test_an_answer_that_outlasts_the_drain_has_a_proper_end(tmp_path: Path) -> None:
     behaviour = json.dumps({"plain": {"token_s": 0.01}})
     daemon = Daemon(tmp_path, FAKE_WORKER=behaviour, LLMD_DRAIN="1s")
     with daemon.stream("LONG 100000") as lines:
@@ -196,7 +196,8 @@ def test_an_answer_that_outlasts_the_drain_is_ended_in_words(tmp_path: Path) -> 
         began = time.monotonic()
         daemon.process.send_signal(signal.SIGINT)
         *_, last = lines
-    assert last.get("done") or "unloaded while it was answering" in last["error"], last
+    assert (last["done"], last["done_reason"]) == (True, "abort"), last
+    assert last["llmd"]["ended"] and last["eval_count"] > 0
     assert daemon.process.wait(10) == 0
     assert time.monotonic() - began < 8
     daemon.close()
@@ -215,6 +216,74 @@ def test_a_taken_port_ends_the_start_with_who_has_it(daemon: Daemon, tmp_path: P
     assert second.stderr.count("\n") == 1, second.stderr
     assert f"port {daemon.port} on 127.0.0.1 is taken by" in second.stderr
     assert f"(pid {daemon.process.pid})" in second.stderr
+
+
+def test_a_second_daemon_on_one_folder_is_refused_in_a_sentence(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    environ = {
+        **os.environ,
+        "LLMD_HOST": f"127.0.0.1:{free_port()}",
+        "LLMD_MODELS": str(tmp_path),
+    }
+    second = subprocess.run(
+        [sys.executable, "-m", "llmd.daemon"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert second.returncode == 1
+    assert second.stderr.count("\n") == 1, second.stderr
+    assert f"(pid {daemon.process.pid}, at 127.0.0.1:{daemon.port})" in second.stderr
+    assert "llmd stop" in second.stderr
+    daemon.process.kill()
+    daemon.process.wait(10)
+    third = Daemon(tmp_path)  # a lock does not outlive its owner
+    third.close()
+
+
+def test_a_request_is_listed_and_cancelled_and_its_client_has_a_proper_end(daemon: Daemon) -> None:
+    with daemon.stream("LONG 100000") as lines:
+        next(lines)
+        (listed,) = daemon.client.get("/api/requests").json()["requests"]
+        assert (listed["model"], listed["prompt_tokens"]) == ("plain:latest", 3)
+        answer = daemon.client.post("/api/cancel", json={"id": listed["id"][:8]})
+        assert answer.json() == {"cancelled": listed["id"]}
+        *_, last = lines
+    assert (last["done"], last["done_reason"]) == (True, "abort")
+    assert daemon.client.get("/api/requests").json() == {"requests": []}
+    assert daemon.client.post("/api/cancel", json={"id": "none"}).status_code == 404
+    assert daemon.client.post("/api/cancel", json={}).status_code == 400
+
+
+def test_the_route_that_ends_the_daemon_ends_it_as_a_signal_does(daemon: Daemon) -> None:
+    with daemon.stream("LONG 50") as lines:
+        next(lines)
+        assert daemon.client.post("/api/shutdown").json() == {"status": "stopping"}
+        *_, last = lines
+    assert last["eval_count"] == 50
+    assert daemon.process.wait(10) == 0
+
+
+def test_loads_are_seen_while_they_go_on_and_remembered_with_their_reason(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, FAKE_WORKER=json.dumps({"plain": {"load_s": 1}}))
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(daemon.answer)
+        seen: list[dict[str, Any]] = []
+        while not asking.done():
+            seen += [
+                row for row in daemon.client.get("/api/ps").json()["models"] if "loading" in row
+            ]
+        assert asking.result()["done"]
+    fractions = [row["loading"]["fraction"] for row in seen]
+    assert fractions == sorted(fractions) and fractions[-1] >= 0.5
+    assert seen[-1]["loading"]["stage"] == "reading weights"
+    daemon.client.post("/api/generate", json={"model": "plain", "keep_alive": 0})
+    history = daemon.client.get("/api/history").json()["history"]
+    assert [entry["event"] for entry in history] == ["loaded", "unloaded"]
+    assert history[1]["reason"] == "asked to stop"
+    daemon.close()
 
 
 def test_an_unreadable_knob_ends_the_start_with_one_sentence() -> None:

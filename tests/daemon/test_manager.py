@@ -6,10 +6,12 @@ import asyncio
 import math
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from llmd.daemon.devices import Device, Inventory
 from llmd.daemon.errors import LoadFailed, NoMemory, ServerBusy
 from llmd.daemon.holdoff import FIRST_S
 from llmd.daemon.manager import ModelManager
@@ -22,6 +24,20 @@ from .manager_stage import GB, VirtualStage
 
 # What the manager thinks that a model of the test store needs before it was ever loaded.
 SIZES = {"a": 2 * GB, "b": 2 * GB, "c": 2 * GB}
+
+
+class HostOf(Inventory):
+    """A machine without a GPU and with so much free memory."""
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        super().__init__()
+        self._free_bytes = free_bytes
+
+    def probe(self) -> tuple[Device, ...]:
+        return (self.host(),)
+
+    def host(self) -> Device:
+        return Device("cpu", "a test", 100 * GB, max(self._free_bytes(), 0))
 
 
 def test_requests_of_the_same_tick_share_one_load(tmp_path: Path) -> None:
@@ -233,11 +249,11 @@ def test_memory_that_other_programs_hold_is_not_taken(tmp_path: Path) -> None:
         spawner = FakeSpawner({f"{name}:latest": size for name, size in SIZES.items()})
         others = [0]
         manager = ModelManager(
-            Settings(),
+            Settings(models=tmp_path),
             stage.store,
             spawner,
             clock=asyncio.get_running_loop().time,
-            available_bytes=lambda: 5 * GB - spawner.used_bytes - others[0],
+            inventory=HostOf(lambda: 5 * GB - spawner.used_bytes - others[0]),
         )
         manager._limit_bytes = 100 * GB
         async with manager.lease(ModelName.parse("a")):
