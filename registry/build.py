@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +14,6 @@ from .names import ModelName
 from .sources.base import Fetched
 from .sources.local import OnHashed, take_local
 from .store import ModelStore
-
-log = logging.getLogger("llmd.registry.build")
 
 
 def inspect_fetched(store: ModelStore, fetched: Fetched) -> Details:
@@ -56,14 +53,24 @@ def make_manifest(name: ModelName, fetched: Fetched, details: Details) -> Manife
 
 
 def _translated(fetched: Fetched) -> str | None:
-    """Its Go template as Jinja; None, and a word in the log, where the model's own must do."""
+    """Its Go template as Jinja; None where the model's own must do (`template_note`)."""
     if fetched.go_template is None:
         return None
     try:
         return to_jinja(fetched.go_template)
-    except (BadRequest, Unsupported) as error:
-        log.warning("go template left out", extra={"source": fetched.source, "reason": str(error)})
+    except (BadRequest, Unsupported):
         return None
+
+
+def template_note(manifest: Manifest) -> str:
+    """A sentence for the user if the prompt template that came along is not the one in use."""
+    if manifest.go_template is None or manifest.template is not None:
+        return ""
+    try:
+        to_jinja(manifest.go_template)
+    except (BadRequest, Unsupported) as error:
+        return f"its prompt template is not used ({error}); the one inside the model is"
+    return ""
 
 
 def import_local(

@@ -9,18 +9,28 @@ changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from .build import inspect_fetched, make_manifest
 from .details import role_of
 from .details import with_template as capabilities_with
-from .errors import BadModelFile, BadRequest, DigestMismatch, ModelNotFound, Unsupported
+from .download import ensure_space
+from .errors import (
+    BadModelFile,
+    BadRequest,
+    DigestMismatch,
+    ModelNotFound,
+    Unsupported,
+    told_plainly,
+)
 from .formats import gguf
 from .formats.errors import FormatError
 from .go_template import to_jinja
@@ -28,11 +38,20 @@ from .manifest import Manifest, ManifestFile, is_digest, is_safe_file_name
 from .modelfile import checked_parameter
 from .names import ModelName
 from .pull import name_from_path
+from .quantize import check_source, checked_level, quantize, size_at
 from .sources.base import Fetched
 from .sources.local import take_local
 from .store import ModelStore
 
-OnStatus = Callable[[str], None]
+
+class OnStatus(Protocol):
+    """Is told each step; of a long one the bytes done and their sum too."""
+
+    def __call__(self, status: str, completed: int = 0, total: int = 0) -> None: ...
+
+
+def _ignore(status: str, completed: int = 0, total: int = 0) -> None:
+    """For callers who do not want to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +78,21 @@ def missing_parent(store: ModelStore, request: CreateRequest) -> ModelName | Non
     return None if store.find(name) is not None else name
 
 
-def create(
-    store: ModelStore, request: CreateRequest, on_status: OnStatus = lambda status: None
-) -> Manifest:
+def create(store: ModelStore, request: CreateRequest, on_status: OnStatus = _ignore) -> Manifest:
     """Make the model and put it into the store, replacing one of that name. Blocking.
 
     Raises BadRequest, ModelNotFound, Unsupported or BadModelFile; the store is then unchanged.
     """
-    if request.quantize:
-        raise Unsupported(
-            f"quantizing to {request.quantize} on create is not supported; pull a GGUF of that "
-            f"quantization"
-        )
+    with told_plainly(store.root):
+        return _create(store, request, on_status)
+
+
+def _create(store: ModelStore, request: CreateRequest, on_status: OnStatus) -> Manifest:
+    level = checked_level(request.quantize) if request.quantize else None
     settings = {name: checked_parameter(name, value) for name, value in request.params.items()}
     base = _start(store, request, on_status)
+    if level is not None:
+        base = quantized(store, base, level, on_status)
     for file in base.files:
         on_status(f"using existing layer sha256:{file.digest}")
     manifest = replace(
@@ -92,6 +112,41 @@ def create(
     manifest = store.put(manifest)
     on_status("success")
     return manifest
+
+
+def quantized(store: ModelStore, base: Manifest, level: str, on_status: OnStatus) -> Manifest:
+    """The model with its weights at this level. Blocking, for minutes.
+
+    Raises Unsupported if they are no GGUF of full precision, NotEnoughSpace.
+    """
+    weights = base.files_of("weights")
+    if base.format != "gguf" or len(weights) != 1:
+        raise Unsupported(
+            f"only a model of one GGUF file can be quantized here; {base.name.display} is "
+            f"{len(weights)} {base.format} files"
+        )
+    source = store.path_of(weights[0])
+    header = _gguf_header(source, weights[0].name)
+    check_source(header, weights[0].name)
+    ensure_space(store.root, size_at(header, level), 0)
+    status = f"quantizing {base.quantization} model to {level}"
+    on_status(status)
+    with store.temp_folder() as folder:
+        target = folder / "model.gguf"
+        quantize(source, target, level, partial(on_status, status))
+        size = target.stat().st_size
+        on_status("verifying conversion")
+        digest = store.add_blob(target)
+    made = ManifestFile(f"model-{level}.gguf", "weights", digest, size)
+    files = (made, *(file for file in base.files if file.role != "weights"))
+    details = inspect_fetched(store, Fetched(files, base.source))
+    return replace(
+        base,
+        files=files,
+        quantization=details.quantization,
+        parameter_count=details.parameter_count,
+        source=f"{base.source}, quantized here",
+    )
 
 
 def with_adapter(store: ModelStore, manifest: Manifest, adapters: Mapping[str, str]) -> Manifest:
@@ -125,7 +180,7 @@ def _check_same_kind(architecture: str, manifest: Manifest) -> None:
 
 def _gguf_header(path: Path, name: str) -> gguf.GGUFHeader:
     try:
-        return gguf.read_header(path, name)
+        return gguf.read_header(path, name, max_items=0)
     except FormatError as error:
         raise BadModelFile(str(error)) from None
 
@@ -225,25 +280,29 @@ class BlobUpload:
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> BlobUpload:
-        self._file = self._path.open("wb")
+        with told_plainly(self._store.root):
+            self._file = self._path.open("wb")
         return self
 
     def __exit__(self, *args: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written is thrown away
+                self._file.close()
         self._path.unlink(missing_ok=True)
 
     def write(self, piece: bytes) -> None:
         """Add a piece. Blocking, as disks are."""
         assert self._file is not None, "used outside its block"
         self._hash.update(piece)
-        self._file.write(piece)
+        with told_plainly(self._store.root):
+            self._file.write(piece)
 
     def finish(self) -> str:
         """Put the blob in its place; returns its digest. Raises DigestMismatch."""
         assert self._file is not None, "used outside its block"
-        self._file.flush()
         found = self._hash.hexdigest()
         if found != self.digest:
             raise DigestMismatch(self.digest, found, "the uploaded blob")
-        return self._store.add_blob(self._path, found, is_verified=True)
+        with told_plainly(self._store.root):
+            self._file.flush()
+            return self._store.add_blob(self._path, found, is_verified=True)

@@ -17,6 +17,7 @@ from .formats import gguf, safetensors
 from .formats.errors import FormatError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
+MAX_ITEMS = 4096  # of a list in a GGUF header: one value per layer, but no vocabulary
 MAX_JSON_BYTES = 64 << 20
 EMBEDDING_FAMILIES = frozenset({"bert", "nomic-bert", "jina-bert-v2", "modern-bert", "t5encoder"})
 DTYPE_LABELS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
@@ -96,7 +97,7 @@ def inspect_model(files: Mapping[str, tuple[str, Path]]) -> Details:
 
 
 def _inspect_gguf(weights: Sequence[tuple[str, Path]], roles: set[str]) -> Details:
-    headers = [gguf.read_header(path, name) for name, path in weights]
+    headers = [gguf.read_header(path, name, MAX_ITEMS) for name, path in weights]
     first = headers[0]
     if not first.architecture:
         raise BadModelFile(f"{weights[0][0]} does not say its architecture")

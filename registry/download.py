@@ -24,7 +24,7 @@ from typing import TypeVar
 from .errors import DigestMismatch, NotEnoughSpace, SourceUnavailable
 from .settings import PullSettings
 from .store import ModelStore
-from .transfer import Budget, Busy, Cancelled, RemoteFile, Transfer, raise_for_status
+from .transfer import Budget, Busy, Cancelled, CheckStart, RemoteFile, Transfer, raise_for_status
 from .web import NETWORK_ERRORS, Session, origin_of
 
 log = logging.getLogger("llmd.registry.download")
@@ -56,8 +56,14 @@ class Downloader:
     def __repr__(self) -> str:
         return f"<Downloader {len(self._running)} running>"
 
-    async def fetch(self, file: RemoteFile, on_bytes: OnBytes, settings: PullSettings) -> str:
-        """Have the file among the blobs; returns its sha256.
+    async def fetch(
+        self,
+        file: RemoteFile,
+        on_bytes: OnBytes,
+        settings: PullSettings,
+        check: CheckStart | None = None,
+    ) -> str:
+        """Have the file among the blobs; returns its sha256. `check` may refuse its beginning.
 
         Raises a RegistryError. If cancelled, what has arrived is kept.
         """
@@ -68,7 +74,7 @@ class Downloader:
             content = await in_thread(lambda: fetch_small(file, settings))
             on_bytes(len(content), "pulling")
             return await in_thread(lambda: self.store.add_bytes(content))
-        shared = self._running.get(file.key) or self._start(file, settings)
+        shared = self._running.get(file.key) or self._start(file, settings, check)
         return await self._listen(file.key, shared, on_bytes)
 
     def check_space(self, files: Iterable[RemoteFile], settings: PullSettings) -> None:
@@ -83,8 +89,9 @@ class Downloader:
         there = data.stat().st_blocks * 512 if data.exists() else 0
         return max(0, file.size - there)
 
-    def _start(self, file: RemoteFile, settings: PullSettings) -> _Shared:
-        transfer = Transfer(file, self.store.partial_path(file.key), settings, self._budget)
+    def _start(self, file: RemoteFile, settings: PullSettings, check: CheckStart | None) -> _Shared:
+        stem = self.store.partial_path(file.key)
+        transfer = Transfer(file, stem, settings, self._budget, check)
 
         def run() -> str:
             with transfer.its_turn():

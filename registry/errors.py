@@ -11,6 +11,7 @@ class (an HTTP status) is the daemon's affair.
     ├── TermsNotAccepted     the model's makers have terms that the user has not accepted yet
     ├── DigestMismatch       bytes are not the ones that were promised
     ├── NotEnoughSpace       carries both sizes, in bytes
+    ├── DiskRefuses          no permission, a disk that fails; the text names the file
     ├── BadModelFile         broken, truncated, changed or missing file of a model
     ├── Unsupported          a kind of model, file or archive that llmd does not take
     ├── BadRequest           a wrong Modelfile or a wrong create request
@@ -18,6 +19,12 @@ class (an HTTP status) is the daemon's affair.
 """
 
 from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class RegistryError(Exception):
@@ -71,14 +78,17 @@ class DigestMismatch(RegistryError):
 
 
 class NotEnoughSpace(RegistryError):
-    """Nothing was fetched; both sizes are in bytes."""
+    """What has arrived is kept; both sizes are in bytes. `needed` is 0 where it is not known."""
 
     def __init__(self, needed: int, free: int, folder: str) -> None:
-        super().__init__(
-            f"not enough disk space in {folder}: {show_size(needed)} needed, {show_size(free)} free"
-        )
+        more = f"{show_size(needed)} needed, " if needed else ""
+        super().__init__(f"not enough disk space in {folder}: {more}{show_size(free)} free")
         self.needed = needed
         self.free = free
+
+
+class DiskRefuses(RegistryError):
+    """The system does not let us write or read a file of the store."""
 
 
 class BadModelFile(RegistryError):
@@ -95,6 +105,19 @@ class BadRequest(RegistryError):
 
 class StoreDamaged(RegistryError):
     """A file of the store itself cannot be read; it is named. Nothing is deleted meanwhile."""
+
+
+@contextmanager
+def told_plainly(folder: Path) -> Iterator[None]:
+    """Turns what the system says about files below this folder into the errors above."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NotEnoughSpace(0, shutil.disk_usage(folder).free, str(folder)) from error
+        if error.filename is None and error.errno not in (errno.EIO, errno.EROFS, errno.EFBIG):
+            raise  # about something else than a file
+        raise DiskRefuses(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
 def show_size(size: int) -> str:

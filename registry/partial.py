@@ -75,7 +75,9 @@ class PartialFile:
             self.filled[index] = max(self.filled[index], there)
 
     def save(self) -> None:
-        """Write the journal."""
+        """Write the journal; nothing after `discard`."""
+        if self.descriptor < 0:
+            return
         fields = {
             "size": self.size,
             "part_bytes": self.part_bytes,
@@ -83,8 +85,12 @@ class PartialFile:
             "filled": self.filled,
         }
         temporary = self.journal_path.with_suffix(".new")
-        temporary.write_text(json.dumps(fields), encoding="utf-8")
-        temporary.replace(self.journal_path)
+        try:
+            temporary.write_text(json.dumps(fields), encoding="utf-8")
+            temporary.replace(self.journal_path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise  # the journal of a moment ago stays, and is true
 
     def close(self) -> None:
         """Close the data file. Idempotent."""

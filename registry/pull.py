@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from .aliases import Alias, HubEntry, load_aliases
-from .build import inspect_fetched, make_manifest
+from .build import inspect_fetched, make_manifest, template_note
 from .download import Downloader, in_thread
 from .errors import (
     AccessDenied,
@@ -27,6 +27,7 @@ from .errors import (
     RegistryError,
     SourceUnavailable,
     TermsNotAccepted,
+    told_plainly,
 )
 from .manifest import Manifest
 from .names import DEFAULT_HOST, HUB_HOST, ModelName
@@ -134,7 +135,7 @@ async def pull(
     downloader = downloader or Downloader(store, settings)
     settings = settings or downloader.settings
     report = on_progress or _ignore
-    with store.pinned() as pin:
+    with told_plainly(store.root), store.pinned() as pin:
         work = Work(store, downloader, settings, report, pin)
         alias = _alias_of(reference, settings)
         if alias is not None and alias.terms:
@@ -145,6 +146,8 @@ async def pull(
         if alias is not None and alias.terms and not fetched.license:
             fetched = replace(fetched, license=alias.terms)
         manifest = await in_thread(lambda: _install(work.store, reference.name, fetched))
+        if note := template_note(manifest):
+            work.say(note)
         work.say("writing manifest")
         manifest = store.put(manifest)
     work.say("success")

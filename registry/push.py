@@ -16,6 +16,7 @@ Source: the protocol as written down in issue 4, which is the container registri
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,14 +98,17 @@ class _Push:
         try:
             yield
         except NETWORK_ERRORS as error:
-            raise SourceUnavailable(f"{self.label} cannot be reached: {error}") from None
+            hint = ""
+            if isinstance(error, ssl.SSLError) and not self._settings.insecure:
+                hint = "; one without a certificate that is trusted here wants --insecure"
+            raise SourceUnavailable(f"{self.label} cannot be reached: {error}{hint}") from None
 
     # ---------------------------------------------------------------- one blob
 
     def _layer(self, session: Session, layer: PushLayer) -> None:
         self._tell(layer, 0)
         known = self._ask(session, "HEAD", f"{self._repo}/blobs/sha256:{layer.digest}", {})
-        if known.status != 200:
+        if known.status not in (200, 302, 307):  # there, or to be had at another place
             self._upload(session, layer)
         self._done += layer.size
         self._tell(layer, layer.size, already_counted=True)
@@ -189,8 +193,7 @@ class _Push:
             if body is None or isinstance(body, bytes):
                 return self._ask(session, method, url, headers, body)
             raise SourceUnavailable(f"{self.label} asks for a token in the middle")
-        if method != "HEAD":
-            reply.read(MAX_ANSWER_BYTES)
+        reply.read(MAX_ANSWER_BYTES)
         return reply
 
     def _expect(self, reply: Reply, statuses: tuple[int, ...], what: str) -> None:

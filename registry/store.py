@@ -14,9 +14,9 @@ a blob that no manifest names, which `collect` finds. Removal goes the other way
 `collect` deletes nothing while any manifest cannot be read: what that one needs is not known.
 
 Owner: the daemon's event loop, or one thread at a time; calls are short, except `add_blob` and
-`verify`, which hash whole files and belong into a thread. Two processes may share a root: changes
-of manifests exclude each other, one of two downloads of a file waits for the other, and only who
-is alone in the folder collects.
+`verify`, which hash whole files and belong into a thread. A folder has one daemon, which locks it;
+should two processes write to it all the same, changes of manifests exclude each other, and one of
+two downloads of a file waits for the other.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class ModelStore:
         self._pins_lock = threading.Lock()  # held while a pin is set, and while a blob is removed
         for folder in (self.manifests, self.blobs, self.partial, self.temp, self.locks):
             folder.mkdir(parents=True, exist_ok=True)
-        self._presence = FileLock(self.locks / "in-use")
         self._check_layout()
 
     def __repr__(self) -> str:
@@ -99,22 +98,6 @@ class ModelStore:
     def locks(self) -> Path:
         """The folder of locks between processes."""
         return self.root / "locks"
-
-    # --------------------------------------------------------------- processes
-
-    def enter(self) -> bool:
-        """Tell other processes that this one uses the folder, until it ends or leaves.
-
-        True if it is the only one, as far as those that enter are concerned.
-        """
-        is_alone = self._presence.take()
-        if not self._presence.take(is_shared=True):  # Windows: the other one has it alone
-            log.info("the models folder is in use by another process too")
-        return is_alone
-
-    def leave(self) -> None:
-        """The opposite of `enter`."""
-        self._presence.release()
 
     def _changing(self) -> AbstractContextManager[None]:
         """One process at a time changes manifests or removes blobs."""

@@ -30,7 +30,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,10 +48,13 @@ from .partial import PartialFile, journaled
 from .settings import PullSettings
 from .web import NETWORK_ERRORS, Reply, Session, origin_of
 
-READ_BYTES = 256 << 10
+READ_BYTES = 1 << 20
+MIN_READ_BYTES = 16 << 10
 SAVE_PERIOD_S = 0.1  # what a killed process may lose
 HASH_READ_BYTES = 1 << 20
 TURN_POLL_S = 0.2
+CHECKED_BYTES = (256 << 10, 4 << 20, 16 << 20)
+CheckStart = Callable[[bytes, int, str], bool]  # first bytes, size, name; has it seen enough?
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
 
@@ -86,11 +89,18 @@ class Transfer:
     """One run of one download."""
 
     def __init__(
-        self, file: RemoteFile, stem: Path, settings: PullSettings, budget: Budget | None = None
+        self,
+        file: RemoteFile,
+        stem: Path,
+        settings: PullSettings,
+        budget: Budget | None = None,
+        check: CheckStart | None = None,
     ) -> None:
+        """`check` sees the file's first bytes before the rest is fetched, and may refuse it."""
         self.file = file
         self.stage = "pulling"  # then "verifying"
         self._stem = stem
+        self._check = check
         self._settings = settings
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -166,6 +176,11 @@ class Transfer:
         self._begin()
         partial = self._partial
         assert partial is not None
+        try:
+            self._check_start(partial)
+        except BaseException:
+            self._close(partial)
+            raise
         hasher = _FollowingHash(self, partial)
         threads = [
             threading.Thread(target=self._work, args=(number,), name=f"pull-{number}", daemon=True)
@@ -180,10 +195,18 @@ class Transfer:
             self._end_of_growth()
             hasher.thread.join()
         finally:
-            partial.save()
-            partial.close()
+            self._close(partial)
         self._raise_error(hasher)
         return self._checked(partial, hasher.hexdigest())
+
+    def _close(self, partial: PartialFile) -> None:
+        """A full disk takes no newer journal either; that must not hide what went wrong."""
+        try:
+            partial.save()
+        except OSError as error:
+            self._error = self._error or error
+        finally:
+            partial.close()
 
     def _begin(self) -> None:
         file, settings = self.file, self._settings
@@ -198,6 +221,46 @@ class Transfer:
                 for index, filled in enumerate(self._partial.filled)
                 if filled < self._partial.part_size(index)
             )
+
+    def _check_start(self, partial: PartialFile) -> None:
+        """Fetch the first bytes, more and more of them, until the check has seen enough.
+
+        They count like all others: nothing is fetched twice. Where that does not go smoothly the
+        check is left out, and the threads deal with the source's troubles.
+        """
+        if self._check is None or not partial.filled:
+            return
+        with Session(self._settings) as session:
+            with self._lock:
+                self._sessions.append(session)
+            for goal in CHECKED_BYTES:
+                goal = min(goal, partial.part_size(0))
+                if partial.filled[0] < goal and not self._fetch_start(session, partial, goal):
+                    return
+                data = os.pread(partial.descriptor, goal, 0)
+                try:
+                    if self._check(data, self.file.size, self.file.name):
+                        return
+                except RegistryError:
+                    partial.discard()
+                    raise
+
+    def _fetch_start(self, session: Session, partial: PartialFile, end: int) -> bool:
+        """Bring the first part up to `end`; False where the source has other ideas."""
+        start = partial.filled[0]
+        try:
+            reply = session.get(
+                self.file.url, {**self.file.headers, "Range": f"bytes={start}-{end - 1}"}
+            )
+            if reply.status != 206:
+                return False
+            self._check_reply(reply, start)
+            self._read_range(reply, 0, start, end)
+        except (*NETWORK_ERRORS, SourceUnavailable, _Refetch):
+            if self._stop.is_set():
+                raise Cancelled from None
+            return False
+        return True
 
     def _raise_error(self, hasher: _FollowingHash) -> None:
         if self._stop.is_set():
@@ -316,10 +379,11 @@ class Transfer:
         partial = self._partial
         assert partial is not None
         position = start
+        buffer = memoryview(bytearray(self._read_bytes))
         while position < end:
-            chunk = self._read(reply, end - position)
-            _write_at(partial.descriptor, chunk, position)
-            position += len(chunk)
+            piece = self._read(reply, buffer[: end - position])
+            _write_at(partial.descriptor, piece, position)
+            position += len(piece)
             with self._lock:
                 partial.filled[index] = position - partial.part_start(index)
                 self._note_growth()
@@ -329,24 +393,32 @@ class Transfer:
         partial = self._partial
         assert partial is not None
         position = 0
+        buffer = memoryview(bytearray(self._read_bytes))
         while position < partial.size:
-            chunk = self._read(reply, partial.size - position)
-            _write_at(partial.descriptor, chunk, position)
-            position += len(chunk)
+            piece = self._read(reply, buffer[: partial.size - position])
+            _write_at(partial.descriptor, piece, position)
+            position += len(piece)
             with self._lock:
                 before = partial.completed
                 partial.fill_up_to(position)
                 if partial.completed > before:
                     self._note_growth()
 
-    def _read(self, reply: Reply, wanted: int) -> bytes:
-        chunk = reply.body.read1(min(READ_BYTES, wanted))
+    def _read(self, reply: Reply, buffer: memoryview) -> memoryview:
+        """The next bytes of the body, in the buffer's beginning."""
+        size = reply.read_into(buffer)
         if self._stop.is_set():
             raise Cancelled
-        if not chunk:
+        if not size:
             raise ConnectionError("the connection was closed in the middle")
-        self._budget.spend(len(chunk), self._stop)
-        return chunk
+        self._budget.spend(size, self._stop)
+        return buffer[:size]
+
+    @property
+    def _read_bytes(self) -> int:
+        """Less at a time under a cap, so that the waits between are short."""
+        rate = self._settings.rate_limit
+        return max(MIN_READ_BYTES, min(READ_BYTES, rate // 20)) if rate else READ_BYTES
 
     def _become_serial(self, number: int) -> bool:
         with self._lock:
@@ -417,15 +489,15 @@ class _FollowingHash:
     def _run(self) -> None:
         try:
             done, is_over = 0, False
+            buffer = memoryview(bytearray(HASH_READ_BYTES))
             while not is_over:
                 there, is_over = self._transfer.wait_for_growth(done)
                 while done < there:
-                    wanted = min(HASH_READ_BYTES, there - done)
-                    chunk = os.pread(self._partial.descriptor, wanted, done)
-                    if not chunk:
+                    size = os.preadv(self._partial.descriptor, [buffer[: there - done]], done)
+                    if not size:
                         raise OSError("the unfinished file became shorter")
-                    self._digest.update(chunk)
-                    done += len(chunk)
+                    self._digest.update(buffer[:size])
+                    done += size
         except BaseException as error:
             self.error = error
 
@@ -504,8 +576,7 @@ def _is_disk_error(error: BaseException) -> bool:
     )
 
 
-def _write_at(descriptor: int, chunk: bytes, position: int) -> None:
-    view = memoryview(chunk)
+def _write_at(descriptor: int, view: memoryview, position: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, position)
         view, position = view[written:], position + written

@@ -34,6 +34,7 @@ MAX_REDIRECTS = 8
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 USER_AGENT = "llmd"
 NETWORK_ERRORS = (OSError, http.client.HTTPException)
+FIRST_PIECE_BYTES = 64 << 10
 CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 Body = bytes | Iterable[bytes]  # an iterable goes with a Content-Length of the caller's
 
@@ -47,6 +48,20 @@ class Reply:
     first_headers: Mapping[str, str]
     body: http.client.HTTPResponse
     url: str
+    _is_drained: bool = False  # what came in with the headers has been read
+
+    def read_into(self, view: memoryview) -> int:
+        """Some bytes of the body, as many as are there and fit; 0 at its end.
+
+        From the socket into the view, without an object for each piece in between. Whoever reads
+        so counts by himself, and closes the body when all of it has come.
+        """
+        if self.body.chunked or not self._is_drained:
+            self._is_drained = True
+            piece = self.body.read1(min(len(view), FIRST_PIECE_BYTES))
+            view[: len(piece)] = piece
+            return len(piece)
+        return self.body.fp.raw.readinto(view) or 0
 
     def read(self, limit: int) -> bytes:
         """The body; raises SourceUnavailable if it is longer than `limit`."""

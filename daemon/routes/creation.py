@@ -28,6 +28,7 @@ from .models import progress_line
 from .native import worker_message
 from .references import require_local
 from .replies import Family
+from .steps import Tell, in_steps
 
 
 class CreateBody(NameBody, frozen=True):
@@ -90,26 +91,15 @@ async def create(call: Call) -> None:
 
 async def _run(call: Call, request: CreateRequest, told: _Told) -> None:
     """Make it in a thread, and tell its statuses as they come."""
-    loop = asyncio.get_running_loop()
-    statuses: asyncio.Queue[str | None] = asyncio.Queue()
 
-    def put(status: str | None) -> None:
-        loop.call_soon_threadsafe(statuses.put_nowait, status)
+    def work(tell: Tell) -> None:
+        def on_status(status: str, completed: int = 0, total: int = 0) -> None:
+            sizes = {"total": total, "completed": completed} if total else {}
+            tell({"status": status, **sizes})
 
-    def work() -> None:
-        try:
-            registry_create.create(call.services.store, request, put)
-        finally:
-            put(None)
+        registry_create.create(call.services.store, request, on_status)
 
-    making = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        while (status := await statuses.get()) is not None:
-            if status != "success":  # `end` says it, once all is done
-                await told.line({"status": status})
-    finally:
-        await asyncio.wait((making,))  # a thread cannot be stopped; it is brief
-    await making
+    await in_steps(told.line, work)
 
 
 class _Told:

@@ -70,7 +70,7 @@ def read_facts(store: ModelStore, manifest: Manifest, verbose: bool) -> FileFact
 
 
 def _of_gguf(path: Path, verbose: bool) -> FileFacts:
-    header = gguf.read_header(path)
+    header = gguf.read_header(path, max_items=gguf.MAX_ITEMS if verbose else SHORT_ARRAY)
     info = {
         key: _shortened(value, verbose)
         for key, value in header.metadata.items()

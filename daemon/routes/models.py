@@ -16,6 +16,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from ...registry.build import template_note
 from ...registry.errors import ModelNotFound, NameInvalid, RegistryError, SourceUnavailable
 from ...registry.manifest import Manifest
 from ...registry.names import ModelName
@@ -102,6 +103,7 @@ async def show(call: Call) -> None:
         "messages": [dict(message) for message in manifest.messages],
         "tensors": facts.tensors,
         "source": manifest.source,
+        "template_note": template_note(manifest),
     }
     answer.update({key: value for key, value in optional.items() if value})
     await call.send_json(answer)

@@ -11,13 +11,10 @@ None of these is in the contract of other daemons. `verify` and `import` stream 
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ...registry.download import in_thread
+from ...registry.build import template_note
 from ...registry.errors import RegistryError
 from ...registry.importing import Found, default_places, discover, take_over
 from ...registry.manifest import Manifest, ManifestFile
@@ -29,11 +26,9 @@ from .call import Call, Route
 from .lookup import find_model, parse_name
 from .references import require_local
 from .replies import Family
-
-log = logging.getLogger("llmd.routes")
+from .steps import Line, Steps, in_steps
 
 PROGRESS_STEP = 64 << 20  # bytes hashed between two lines
-Line = dict[str, Any]
 
 
 class PruneBody(Body, frozen=True):
@@ -106,7 +101,7 @@ async def verify(call: Call) -> None:
     manifests = [find_model(call.services, asked).manifest] if asked else store.list()
     problems = 0
     for manifest in manifests:
-        found = await _in_steps(call, _verifying(store, manifest, bool(body.repair)))
+        found = await in_steps(call.send_line, _verifying(store, manifest, bool(body.repair)))
         name = manifest.name.display
         for problem in found:
             problems += 1
@@ -117,7 +112,7 @@ async def verify(call: Call) -> None:
     await call.end_stream()
 
 
-def _verifying(store: ModelStore, manifest: Manifest, repair: bool) -> _Steps:
+def _verifying(store: ModelStore, manifest: Manifest, repair: bool) -> Steps[list[str]]:
     def work(tell: Callable[[Line], None]) -> list[str]:
         done: dict[str, int] = {}
 
@@ -154,7 +149,7 @@ async def import_models(call: Call) -> None:
         line = {
             "model": name.display,
             "kind": model.kind,
-            "size": 0 if model.problem else await asyncio.to_thread(lambda m=model: m.size),
+            "size": 0 if model.problem else await asyncio.to_thread(_size_of, model),
             "path": str(next(iter(model.files.values()))[1]) if model.files else "",
         }
         if model.problem:
@@ -178,6 +173,10 @@ def _found_in(path: str | None) -> list[Found]:
     return discover(where)
 
 
+def _size_of(model: Found) -> int:
+    return model.size
+
+
 async def _take(call: Call, model: Found, line: Line) -> None:
     """One model; what is wrong with it does not keep the others from being taken."""
     store, name = call.services.store, parse_name(line["model"])
@@ -192,54 +191,18 @@ async def _take(call: Call, model: Found, line: Line) -> None:
                 tell({"status": "hashing", **line, "total": total, "completed": completed})
 
         try:
-            return take_over(store, model, name, on_hashed).digest
+            taken = take_over(store, model, name, on_hashed)
+            line["note"] = template_note(taken)
+            return taken.digest
         except (RegistryError, OSError) as error:
             return f"error: {error}"
 
-    outcome = await _in_steps(call, work)
+    outcome = await in_steps(call.send_line, work)
     if outcome.startswith("error: "):
         problem = outcome.removeprefix("error: ")
         await call.send_line({"status": "unusable", **line, "problem": problem})
     else:
         await call.send_line({"status": "imported", **line, "digest": outcome})
-
-
-# -------------------------------------------------------------------------- threads
-
-_Steps = Callable[[Callable[[Line], None]], Any]
-
-
-class _Left(Exception):
-    """Nobody listens any more."""
-
-
-async def _in_steps(call: Call, work: _Steps) -> Any:
-    """Run blocking work in a thread and send what it tells; the client's leaving ends it."""
-    loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[Line | None] = asyncio.Queue()
-    has_left = threading.Event()
-
-    def tell(line: Line | None) -> None:
-        if has_left.is_set() and line is not None:
-            raise _Left
-        loop.call_soon_threadsafe(lines.put_nowait, line)
-
-    def body() -> Any:
-        try:
-            return work(tell)
-        finally:
-            tell(None)
-
-    running = asyncio.create_task(in_thread(body))
-    try:
-        while (line := await lines.get()) is not None:
-            await call.send_line(line)
-        return await running
-    finally:
-        has_left.set()
-        await asyncio.wait((running,))
-        if not running.cancelled() and isinstance(running.exception(), _Left):
-            log.info("stopped: the client has left")
 
 
 ROUTES = (

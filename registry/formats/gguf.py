@@ -10,7 +10,7 @@ is taken for it, and every tensor must lie inside the file. Whatever is wrong en
 Read, not mapped: a file that another process cuts short meanwhile must not kill the daemon.
 
 A vocabulary is 100,000 strings, so strings are parsed in one tight loop; the first read takes what
-is enough for most headers, and a larger header is read again with four times as much.
+is enough for most headers, and a larger one is read again with all that a header may have.
 
 Source: the GGUF specification of the ggml project (docs/gguf.md), versions 2 and 3.
 """
@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import FormatError
+
+T = TypeVar("T")
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 FIRST_READ_BYTES = 4 << 20
-MAX_HEADER_BYTES = 256 << 20  # ten times the largest vocabulary in use
+MAX_HEADER_BYTES = 32 << 20  # twice the largest in use, a vocabulary of 262,144 with its merges
+MAX_ITEMS = 1 << 20  # of one list; twice the longest in use
 MAX_DIMS = 4  # what ggml can hold
 MAX_ARRAY_DEPTH = 2
 
@@ -172,12 +175,36 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_header(path: Path, name: str | None = None) -> GGUFHeader:
+def read_header(path: Path, name: str | None = None, max_items: int = MAX_ITEMS) -> GGUFHeader:
     """Raises FormatError, whose text names the file, and OSError if it cannot be read.
 
-    `name` is what the file is called in such a text, where its path says little.
+    `name` is what the file is called in such a text, where its path says little. Lists longer than
+    `max_items` are passed over and come out empty: who does not want a vocabulary saves its memory.
     """
-    name = name or path.name
+    return _parsed(path, name or path.name, lambda parser: parser.header(), max_items)
+
+
+def read_pairs(path: Path) -> list[tuple[str, bytes]]:
+    """Each metadata key with its whole pair as it stands in the file, to be written elsewhere.
+
+    Raises as `read_header` does.
+    """
+    return _parsed(path, path.name, lambda parser: parser.pairs())
+
+
+def read_start(data: bytes, file_size: int, name: str) -> GGUFHeader | str | None:
+    """What the first bytes of a file tell: its header; else, if that goes on after them, its
+    architecture; None if not even that is known yet. Raises FormatError."""
+    parser = _Parser(data, file_size, max_items=0)
+    try:
+        return parser.header()
+    except _OutOfData:
+        return parser.architecture
+    except FormatError as error:
+        raise FormatError(f"{name} is not a usable GGUF file: {error}") from None
+
+
+def _parsed(path: Path, name: str, parse: Callable[[_Parser], T], max_items: int = MAX_ITEMS) -> T:
     file_size = path.stat().st_size
     limit = FIRST_READ_BYTES
     with path.open("rb") as file:
@@ -185,7 +212,7 @@ def read_header(path: Path, name: str | None = None) -> GGUFHeader:
             file.seek(0)
             data = file.read(min(limit, file_size))
             try:
-                return _Parser(data, file_size).header()
+                return parse(_Parser(data, file_size, max_items))
             except _OutOfData:
                 if len(data) < min(limit, file_size) or len(data) == file_size:
                     raise FormatError(
@@ -196,7 +223,8 @@ def read_header(path: Path, name: str | None = None) -> GGUFHeader:
                 raise FormatError(f"{name} is not a usable GGUF file: {error}") from None
             if limit >= MAX_HEADER_BYTES:
                 raise FormatError(f"{name}: the header is larger than {MAX_HEADER_BYTES} bytes")
-            limit *= 4
+            limit = MAX_HEADER_BYTES
+            del data  # not two of them at once
 
 
 class _OutOfData(Exception):
@@ -206,10 +234,12 @@ class _OutOfData(Exception):
 class _Parser:
     """One pass over the first bytes of a file. `offset` is where the next item begins."""
 
-    def __init__(self, data: bytes, file_size: int) -> None:
+    def __init__(self, data: bytes, file_size: int, max_items: int) -> None:
         self.data = data
+        self.max_items = max_items
         self.file_size = file_size
         self.offset = 0
+        self.architecture: str | None = None  # as soon as it was met
 
     def header(self) -> GGUFHeader:
         version, num_tensors, num_pairs = self._start()
@@ -243,7 +273,20 @@ class _Parser:
             if key in metadata:
                 raise FormatError(f"the key {key[:100]!r} stands there twice")
             metadata[key] = self._value(int(self._scalar("<I")), depth=0)
+            if key == "general.architecture":
+                self.architecture = str(metadata[key])
         return metadata
+
+    def pairs(self) -> list[tuple[str, bytes]]:
+        """The metadata, unread."""
+        _, _, num_pairs = self._start()
+        found = []
+        for _ in range(self._counted(num_pairs, 13, "metadata pairs")):
+            start = self.offset
+            key = self._string(strict=True)
+            self._value(int(self._scalar("<I")), depth=0)
+            found.append((key, self.data[start : self.offset]))
+        return found
 
     def _value(self, type_id: int, depth: int) -> Any:
         if type_id == _STRING:
@@ -260,6 +303,10 @@ class _Parser:
         type_id, count = int(self._scalar("<I")), int(self._scalar("<Q"))
         if type_id == _STRING:
             return self._strings(self._counted(count, 8, "strings"))
+        if type_id in _SCALARS and count > self.max_items:
+            size = _SCALARS[type_id][2]
+            self._bytes_until(self.offset + self._counted(count, size, "array items") * size)
+            return []
         if type_id == _ARRAY:
             return [self._array(depth + 1) for _ in range(self._counted(count, 12, "arrays"))]
         if type_id not in _SCALARS:
@@ -272,6 +319,9 @@ class _Parser:
         return [value != 0 for value in values] if type_id == _BOOL else values.tolist()
 
     def _strings(self, count: int) -> list[str]:
+        if count > self.max_items:
+            self._pass_strings(count)
+            return []
         data, offset, unpack = self.data, self.offset, _U64.unpack_from
         end = len(data)
         values: list[str] = []
@@ -287,6 +337,17 @@ class _Parser:
             raise _OutOfData from None
         self.offset = offset
         return values
+
+    def _pass_strings(self, count: int) -> None:
+        data, offset, unpack, end = self.data, self.offset, _U64.unpack_from, len(self.data)
+        try:
+            for _ in range(count):
+                offset += 8 + unpack(data, offset)[0]
+                if offset > end:
+                    self._require(offset)
+        except struct.error:
+            raise _OutOfData from None
+        self.offset = offset
 
     def _string(self, strict: bool = False) -> str:
         length = int(self._scalar("<Q"))

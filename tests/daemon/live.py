@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from llmd.backend.protocol import Load
 from llmd.daemon.app import make_app
+from llmd.daemon.downloads import Downloads
+from llmd.daemon.http_server import Server, make_server, run
 from llmd.daemon.manager import ModelManager
 from llmd.daemon.metrics import Metrics
 from llmd.daemon.routes.services import Services
@@ -28,7 +29,7 @@ from llmd.daemon.worker_process import Progress, WorkerProcess
 from llmd.registry.errors import ModelNotFound, SourceUnavailable
 from llmd.registry.manifest import Manifest, ManifestFile
 from llmd.registry.names import ModelName
-from llmd.registry.pull import Reference
+from llmd.registry.pull import PullSettings, Reference
 from llmd.registry.store import ModelStore
 
 WORKER = Path(__file__).with_name("scripted_worker.py")
@@ -138,14 +139,22 @@ async def _spawn(load: Load, on_loading: Progress | None) -> WorkerProcess:
 class LiveDaemon:
     """Runs on a thread of its own, with its own event loop, until `stop`."""
 
-    def __init__(self, root: Path, names: Sequence[str] = (*CAPABILITIES,), **guard: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str] = (*CAPABILITIES,),
+        pull_settings: PullSettings | None = None,
+        **guard: Any,
+    ) -> None:
+        """With `pull_settings` its downloads are real; otherwise they follow a script."""
         self.store = ModelStore(root)
+        self._pull_settings = pull_settings
         for name in names:
             install(self.store, name, CAPABILITIES[name])
         self._guard = guard
-        self._server: uvicorn.Server
+        self._server: Server
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread = threading.Thread(target=lambda: run(self._run()))
         self._thread.start()
         assert self._started.wait(20)
         self.client = httpx.Client(base_url=self.url, timeout=30)
@@ -153,11 +162,13 @@ class LiveDaemon:
     async def _run(self) -> None:
         manager = ModelManager(Settings(), self.store, _spawn)
         metrics = Metrics(manager.loaded)
-        services = Services(manager, self.store, ScriptedDownloads(), metrics, version="0.0.test")
-        config = uvicorn.Config(
-            make_app(services, **self._guard), port=0, log_level="warning", lifespan="off"
+        downloads = (
+            ScriptedDownloads()
+            if self._pull_settings is None
+            else Downloads(self.store, self._pull_settings)
         )
-        self._server = uvicorn.Server(config)
+        services = Services(manager, self.store, downloads, metrics, version="0.0.test")
+        self._server = make_server(make_app(services, **self._guard), port=0)
         serving = asyncio.create_task(self._server.serve())
         while not self._server.started:
             assert not serving.done(), "the server did not start"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from . import model_makers as make
 from .hub_fixture import Faults, Hub, _Handler, running_servers
@@ -71,6 +72,8 @@ class OllamaRegistry(Hub):
     models: dict[str, bytes] = field(default_factory=dict)
     token: str = ""  # wanted, if set
     realm: str = ""  # where it is said to be had
+    uploads: dict[str, bytes] = field(default_factory=dict)  # not whole yet, by number
+    refuse_push: int = 0  # the status that every upload begins with
 
 
 @contextmanager
@@ -96,6 +99,8 @@ class _RegistryHandler(_Handler):
         elif registry.token and self.headers["Authorization"] != f"Bearer {registry.token}":
             challenge = f'Bearer realm="{registry.realm}",service="s",scope="a b"'
             self.send(401, {"WWW-Authenticate": challenge})
+        elif self.command in ("POST", "PATCH", "PUT"):
+            self.take(registry, path)
         elif match := re.fullmatch(r"/v2/([^/]+/[^/]+)/manifests/([^/]+)", path):
             manifest = registry.models.get(f"{match[1]}:{match[2]}")
             self.send(404 if manifest is None else 200, {}, manifest or b"")
@@ -103,6 +108,53 @@ class _RegistryHandler(_Handler):
             self.blob(registry.files, registry.content_url, match[1])
         else:
             self.send(404, {})
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    do_PATCH = do_POST
+    do_PUT = do_POST
+
+    def take(self, registry: OllamaRegistry, path: str) -> None:
+        """One request of a push."""
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if registry.refuse_push:
+            self.send(registry.refuse_push, {})
+        elif path.endswith("/blobs/uploads/"):
+            number = str(len(registry.uploads))
+            registry.uploads[number] = b""
+            self.send(202, {"Location": f"/v2/uploads/{number}?state=a"})
+        elif self.command == "PATCH":
+            self.take_part(registry, path.rpartition("/")[2], body)
+        elif match := re.fullmatch(r"/v2/uploads/(\d+)", path):
+            content = registry.uploads[match[1]]
+            wanted = parse_qs(urlsplit(self.path).query)["digest"] == [
+                f"sha256:{digest_of(content)}"
+            ]
+            if wanted:
+                registry.files[digest_of(content)] = content
+            self.send(201 if wanted else 400, {})
+        elif match := re.fullmatch(r"/v2/([^/]+/[^/]+)/manifests/([^/]+)", path):
+            entries = json.loads(body)
+            digests = [entry["digest"][7:] for entry in [entries["config"], *entries["layers"]]]
+            is_whole = all(digest in registry.files for digest in digests)
+            if is_whole:
+                registry.models[f"{match[1]}:{match[2]}"] = body
+            self.send(201 if is_whole else 400, {})
+        else:
+            self.send(404, {})
+
+    def take_part(self, registry: OllamaRegistry, number: str, body: bytes) -> None:
+        start = int(self.headers["Content-Range"].partition("-")[0])
+        if registry.spend("unavailable"):
+            registry.uploads[number] = registry.uploads[number][:start]
+            self.send(503, {})
+            return
+        if start != len(registry.uploads[number]):
+            self.send(416, {})
+            return
+        registry.uploads[number] += body
+        self.send(202, {"Location": f"/v2/uploads/{number}?state={len(body)}"})
 
     def blob(self, files: Mapping[str, bytes], content_url: str, digest: str) -> None:
         if digest not in files:

@@ -13,7 +13,7 @@ from llmd.registry.create import (
     CreateRequest,
     create,
 )
-from llmd.registry.errors import BadRequest, DigestMismatch, ModelNotFound, Unsupported
+from llmd.registry.errors import BadRequest, DigestMismatch, ModelNotFound
 from llmd.registry.modelfile import parse
 from llmd.registry.names import ModelName
 from llmd.registry.store import ModelStore
@@ -106,7 +106,11 @@ def test_an_uploaded_gguf_becomes_a_model(store: ModelStore) -> None:
     digest = upload(store, make.tiny_gguf())
     statuses: list[str] = []
     request = CreateRequest(ModelName.parse("mine"), files={"m.gguf": digest}, system="Be brief.")
-    manifest = create(store, request, statuses.append)
+
+    def on_status(status: str, completed: int = 0, total: int = 0) -> None:
+        statuses.append(status)
+
+    manifest = create(store, request, on_status)
     assert manifest.family == "llama"
     assert manifest.system == "Be brief."
     assert statuses == [
@@ -165,7 +169,7 @@ def test_a_child_shares_its_parents_files_and_overrides_its_settings(store: Mode
         ({"base": "b", "params": {"zoom": 1}}, BadRequest, "unknown parameter 'zoom'"),
         ({"base": "b", "params": {"stop": [1]}}, BadRequest, "stop must be text"),
         ({"base": "mine", "template": "{{ if }}"}, BadRequest, "^template error: missing value"),
-        ({"base": "b", "quantize": "Q4_K_M"}, Unsupported, "quantizing to Q4_K_M"),
+        ({"base": "mine", "quantize": "Q9"}, BadRequest, "unsupported quantization type Q9"),
         ({"base": "mine", "adapters": {"a": "b"}}, BadRequest, "invalid digest format"),
         ({"base": "mine", "adapters": {"../a": "b"}}, BadRequest, "must be relative"),
     ],

