@@ -108,7 +108,6 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
     """Serve until a signal comes, then stop everything that was started."""
     manager = ModelManager(settings, store)
     downloads = Downloads(store, pull_settings(settings, os.environ))
-    is_alone = store.enter()
     stopping = asyncio.Event()
     services = Services(
         manager=manager,
@@ -142,7 +141,7 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
             loop.add_signal_handler(number, stopping.set)
     log.info("listening on %s:%d", *listener.getsockname()[:2])
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    tidying = asyncio.create_task(tidy(store, is_alone and not settings.noprune))
+    tidying = asyncio.create_task(tidy(store, not settings.noprune))
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")
@@ -152,7 +151,6 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
     await serving
     waiting.cancel()
     await tidying
-    store.leave()
     log.info("stopped")
 
 
