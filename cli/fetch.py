@@ -120,7 +120,10 @@ def create(client: Client, model: str, modelfile: str, quantize: str) -> None:
     for key in ("template", "system", "license", "parameters", "messages"):
         if parsed.get(key):
             body[key] = parsed[key]
-    with closing(client.stream("/api/create", body)) as lines, pull_display(model) as display:
+    with (
+        closing(client.stream("/api/create", body)) as lines,
+        pull_display(model, "making") as display,
+    ):
         for line in lines:
             display.update(line)
 

@@ -15,6 +15,7 @@ SAFETENSORS: dict[str, str] = {
     "glm4": "glm",
     "gpt_oss": "gpt_oss",
     "granite": "granite",
+    "lfm2": "lfm2",
     "llama": "llama",
     "ministral3": "llama",
     "mistral": "llama",
@@ -25,7 +26,10 @@ SAFETENSORS: dict[str, str] = {
     "qwen2": "qwen",
     "qwen2_moe": "qwen",
     "qwen3": "qwen",
+    "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_5_text": "qwen3_next",
     "qwen3_moe": "qwen",
+    "qwen3_next": "qwen3_next",
     "smollm3": "smollm3",
 }
 
@@ -38,6 +42,7 @@ GGUF: dict[str, str] = {
     "glm4": "glm",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
+    "lfm2": "lfm2",
     "llama": "llama",
     "mistral3": "llama",
     "olmo2": "olmo",

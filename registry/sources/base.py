@@ -16,6 +16,7 @@ from ..runnable import check_config, check_gguf_start
 from ..settings import PullSettings
 from ..store import ModelStore
 from ..transfer import RemoteFile
+from ..web import proxy_shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,10 @@ class Work:
         self._completed: dict[str, int] = {}  # bytes by file, never falling
         self._total = 0
 
-    def serve_from(self, label: str) -> None:
-        """From now on reports name this source."""
-        self._label = label
+    def serve_from(self, label: str, address: str = "") -> None:
+        """From now on reports name this source, and the proxy on the way to its address."""
+        proxy = proxy_shown(address) if address else None
+        self._label = label if proxy is None else f"{label} (through the proxy {proxy})"
 
     def say(self, status: str) -> None:
         """Report a step that has no bytes."""

@@ -29,7 +29,6 @@ from ..manifest import is_digest, is_safe_file_name
 from ..names import DEFAULT_TAG
 from ..settings import PullSettings
 from ..transfer import RemoteFile
-from ..web import proxy_shown
 from .base import Fetched, WantedFile, Work
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -83,13 +82,9 @@ class HubSource:
             raise SourceUnavailable(
                 f"{self.label} did not answer within {self._settings.give_up_s:g} s"
             ) from None
-        work.serve_from(self._label_with_proxy(found.endpoint))
+        work.serve_from(self.label, found.endpoint)
         files = await work.fetch_files(found.wanted, found.settings)
         return Fetched(files, f"{self.label} @ {found.commit[:12]}")
-
-    def _label_with_proxy(self, endpoint: str) -> str:
-        proxy = proxy_shown(endpoint)
-        return self.label if proxy is None else f"{self.label} (through the proxy {proxy})"
 
 
 @dataclass(frozen=True, slots=True)

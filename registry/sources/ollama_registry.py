@@ -30,7 +30,7 @@ from ..ollama_format import (
 )
 from ..settings import PullSettings
 from ..transfer import RemoteFile, raise_for_status
-from ..web import NETWORK_ERRORS, Session, proxy_shown
+from ..web import NETWORK_ERRORS, Session
 from .base import Fetched, WantedFile, Work
 from .bearer import authorization_for
 
@@ -61,8 +61,7 @@ class OllamaRegistrySource:
             raise SourceUnavailable(
                 f"{self.label} did not answer within {self._settings.give_up_s:g} s"
             ) from None
-        proxy = proxy_shown(self._base)
-        work.serve_from(self.label if proxy is None else f"{self.label} (through {proxy})")
+        work.serve_from(self.label, self._base)
         layers = parse_manifest(manifest, self.name.display)
         texts = await in_thread(lambda: self._texts(layers, headers))
         settings = parse_texts(texts, self.name.display)

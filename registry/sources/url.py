@@ -53,7 +53,7 @@ class UrlSource:
             raise SourceUnavailable(
                 f"{self.label} did not answer within {self._settings.give_up_s:g} s"
             ) from None
-        work.serve_from(self.label)
+        work.serve_from(self.label, self._url)
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", self._name) or "model.gguf"
         files = await work.fetch_files([WantedFile(remote, name, "weights")], self._settings)
         return Fetched(files, self.label)
