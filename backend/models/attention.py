@@ -30,6 +30,9 @@ class Attention:
         self._qkv = load.linear(names, q + 2 * kv, config.hidden_size, config.qkv_bias)
         output = ("self_attn.o_proj",)
         self._output = load.linear(output, config.hidden_size, q, config.o_bias)
+        self._gate = None
+        if config.attention_gate:
+            self._gate = load.linear(("self_attn.gate_proj",), q, config.hidden_size)
         self._split = [q, kv, kv]
         self._query_norm = self._key_norm = None
         self._norm_is_full = config.qk_norm_full
@@ -64,7 +67,10 @@ class Attention:
             self._softcap,
             self._sinks,
         )
-        return self._output(mixed.reshape(num_tokens, -1))
+        mixed = mixed.reshape(num_tokens, -1)
+        if self._gate is not None:
+            mixed = mixed * self._gate(x).sigmoid()
+        return self._output(mixed)
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self._query_norm is None or self._key_norm is None:

@@ -10,7 +10,7 @@ lie. What is missing in a file gets the default that transformers or llama.cpp h
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -26,16 +26,21 @@ class BadModel(Exception):
     """The model's files are damaged or do not fit together. The text says where."""
 
 
+Picks = tuple[str, "Callable[[ModelConfig], Sequence[int]]"]
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """Where a family's tensors lie in one kind of file, as far as that differs from Llama.
 
     `parts` maps a canonical part of a layer ("self_attn.q_proj") to the part that is stored;
-    `fused` a stored part to the canonical ones whose rows it holds, one after another.
+    `fused` a stored part to the canonical ones whose rows it holds, one after another; `picks` a
+    canonical part to a stored one and the rows of it that are meant.
     """
 
     parts: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    picks: Mapping[str, Picks] = field(default_factory=dict)
     norms_minus_one: bool = False  # a norm multiplies with 1 + w
     experts_transposed: bool = False  # stacks are [experts, inputs, outputs], gate and up alternate
 
@@ -69,13 +74,32 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """Of layers of the kind "delta"."""
+
+    num_key_heads: int  # and of queries
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvShape:
+    """Of layers of the kind "conv"."""
+
+    width: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer. A network may mix them."""
 
     num_kv_heads: int
     head_dim: int
     rope: Rope | None  # None: positions are not told
-    kind: str = "attention"
+    kind: str = "attention"  # "delta" and "conv" remember a state, and have no keys
     window: int | None = None  # tokens that are seen, the own one included
     has_experts: bool = False
     shares_kv_of: int | None = None  # an earlier layer, whose keys and values it reads
@@ -106,6 +130,7 @@ class ModelConfig:
     norm_kind: str = "rms"  # "layer": LayerNorm without a bias
     qk_norm_full: bool = False  # RMSNorm over all heads at once
     activation: str = "silu"
+    attention_gate: bool = False  # each head's answer is multiplied with a sigmoid of its own
     sinks: bool = False  # a learned logit per head in the softmax's denominator
     attention_scale: float = 0.0  # of the scores; 0 is head_dim ** -0.5
     attention_softcap: float | None = None
@@ -114,6 +139,13 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: Experts | None = None
+    delta_net: DeltaNetShape | None = None
+    short_conv: ShortConvShape | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Some layers remember a sequence in a state, which cannot be shared or turned back."""
+        return any(layer.kind != "attention" for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
@@ -148,6 +180,7 @@ class ModelConfig:
             f"{self.norm_kind} norm": self.norm_kind != "rms",
             "norm over all heads": self.qk_norm_full,
             f"activation {self.activation}": self.activation != "silu",
+            "gated attention": self.attention_gate,
             "attention sinks": self.sinks,
             "its own attention scale": self.attention_scale not in (0.0, self.head_dim**-0.5),
             "capped scores": self.attention_softcap is not None,
@@ -183,11 +216,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     refusal = architectures.unsupported(architecture, architectures.SAFETENSORS)
     if refusal:
         raise UnsupportedModel(refusal)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"safetensors quantised by {method} are not supported; bf16, f16 and f32 are"
-        )
     try:
         return _family(architectures.SAFETENSORS[architecture]).from_hf(raw)
     except KeyError as error:

@@ -27,6 +27,7 @@ from .checkpoint import Checkpoint
 from .config import LayerConfig, ModelConfig
 from .loader import Loader
 from .mlp import GatedMLP, MixtureOfExperts, Rows
+from .state_layers import DeltaNet, SequenceState, ShortConv
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,13 @@ class StepInputs:
     spans: tuple[Span, ...]
     logit_rows: Tensor  # [num_logits] int64: the rows whose logits are wanted
     _angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    # Where the keys and values of the other groups of layers lie; see engine.batch.BlockGroups.
+    others: tuple[StepInputs, ...] = ()
+    states: tuple[SequenceState, ...] = ()  # one for each span; of layers that have one
+
+    def of_group(self, group: int) -> StepInputs:
+        """The same rows, over the blocks of one group of layers."""
+        return self.others[group - 1] if group else self
 
     def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """cos and sin of all rows; layers that rotate alike share them."""
@@ -54,12 +62,13 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    group: int = 0
 
 
 class _Layer:
     """One block of the network."""
 
-    def __init__(self, load: Loader, layer: LayerConfig) -> None:
+    def __init__(self, load: Loader, layer: LayerConfig, index: int) -> None:
         config = load.config
         self._is_parallel = config.norms == "parallel"
         self._residual_scale = config.residual_scale
@@ -73,7 +82,13 @@ class _Layer:
         self._attention_out_norm = norm("attention_out_norm", "post", "sandwich")
         self._mlp_norm = norm("post_attention_layernorm", "pre", "sandwich")
         self._mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
-        self._attention = Attention(load, layer)
+        self._attention: Attention | DeltaNet | ShortConv
+        if layer.kind == "delta":
+            self._attention = DeltaNet(load, index)
+        elif layer.kind == "conv":
+            self._attention = ShortConv(load, index)
+        else:
+            self._attention = Attention(load, layer)
         self._mlp: Rows
         if layer.has_experts and config.experts is not None:
             self._mlp = MixtureOfExperts(load, config.experts)
@@ -122,7 +137,7 @@ class Decoder:
         self._embedding = load.tensor("model.embed_tokens.weight", *shape)
         for index, layer in enumerate(config.layers):
             prefix = f"model.layers.{index}."
-            self._layers.append(_Layer(Loader(checkpoint, prefix, dtype), layer))
+            self._layers.append(_Layer(Loader(checkpoint, prefix, dtype), layer, index))
             progress((index + 1) / (config.num_layers + 1))
         self._norm = load.norm("model.norm", config.hidden_size, config.norm_kind)
         if config.tied_embeddings:
@@ -137,12 +152,17 @@ class Decoder:
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Logits [num_logits, vocab_size] in float32."""
         config = self.config
+        if config.has_state:
+            for span, state in zip(inputs.spans, inputs.states, strict=True):
+                state.begin(span.seq_len - span.num_tokens)
         hidden = self._embedding[inputs.token_ids]
         if config.embedding_scale != 1:
             # rounded as the model's own code rounds it
             hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype)
         for layer, cache in zip(self._layers, caches, strict=True):
-            hidden = layer(hidden, inputs, cache)
+            hidden = layer(hidden, inputs.of_group(cache.group), cache)
+        for span, state in zip(inputs.spans, inputs.states, strict=False):
+            state.num_tokens = span.seq_len
         logits = self._head(self._norm(hidden[inputs.logit_rows])).float()
         if config.logit_scale != 1:
             logits = logits * config.logit_scale

@@ -7,6 +7,9 @@ Canonical names are those that Hugging Face gives a Llama, and for what a Llama 
     mlp.router                           logits of the experts
     mlp.experts.{e}.gate_proj            a matrix of one expert; up_proj and down_proj likewise
     mlp.shared.gate_proj, mlp.shared_gate
+    self_attn.gate_proj                  what each head's answer is multiplied with
+    conv.in_proj, conv.conv, …           a short convolution; see state_layers
+    delta.qkv, delta.z, delta.conv, …    a gated delta net; see there
 
 A family's `Names` say how its files spell them; what they do not name is spelled as in a Llama.
 """
@@ -55,7 +58,7 @@ class Place:
     """A stored tensor, and which part of it is meant."""
 
     name: str
-    rows: slice | None = None  # of the first dimension
+    rows: slice | list[int] | None = None  # of the first dimension
     expert: int | None = None  # an index into the first dimension; `rows` are of what is left
     is_transposed: bool = False  # the matrix of the expert is [inputs, outputs]
     pairs_of_heads: int = 0  # the rows of so many heads stand in adjacent pairs
@@ -86,6 +89,9 @@ class Places:
         expert = _EXPERT.fullmatch(part)
         if expert is not None:
             return self._expert(prefix, int(expert[1]), f"{expert[2]}_proj", kind)
+        if part in self._names.picks:
+            stored, rows_of = self._names.picks[part]
+            return Place(f"{prefix}{stored}{kind}", list(rows_of(self._config)))
         fused, parts = self._fused.get(part, ("", ()))
         if fused and self._has(f"{prefix}{fused}{kind}"):
             return Place(f"{prefix}{fused}{kind}", self._rows(int(index), part, parts))

@@ -61,6 +61,12 @@ def _rope(kind: str, **rest: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **rest}}
 
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 CASES = [
@@ -157,6 +163,19 @@ CASES = [
     Case("OLMo 3", "olmo3", _WINDOW),
     Case("Cohere 2", "cohere2", _WINDOW),
     Case("GLM-4", "glm4", {"attention_bias": True}),
+    Case(
+        "LFM2",
+        "lfm2",
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 32},
+        gguf="lfm2",
+    ),
+    Case("Qwen3-Next", "qwen3_next", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 48}),
+    Case("Qwen3.5", "qwen3_5_text", {**_DELTA, "head_dim": 32}),
+    Case(
+        "Qwen3.5-MoE",
+        "qwen3_5_moe_text",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 48},
+    ),
 ]
 
 
@@ -236,6 +255,7 @@ class Oracle:
             block_size=runner.block_size,
             max_num_seqs=8,
             prefill_chunk=prefill_chunk,
+            groups=runner.groups,
         )
         return Engine(Scheduler(config), runner)
 

@@ -21,11 +21,11 @@ transformers computes for the same tokens.
 """
 
 _TAIL = """
-What each check does: **alone** one sequence whose prompt is longer than the window; **window crossed
-in decode** a prompt shorter than the window that grows past it; **batched** three sequences of
-different lengths; **chunks of n** prompts that are read n tokens per step; **from the prefix cache**
-prompts whose beginning another sequence computed; **preempted** a sequence that loses its blocks in
-mid-answer and starts again.
+What each check does: **alone** one sequence whose prompt is longer than the window; **window
+crossed in decode** a prompt shorter than the window that grows past it; **batched** three sequences
+of different lengths; **chunks of n** prompts that are read n tokens per step; **from the prefix
+cache** prompts whose beginning another sequence computed; **preempted** a sequence that loses its
+blocks in mid-answer and starts again.
 
 RoPE of the kind `dynamic` stretches a text that outgrows the trained length. Here no text does, so
 it equals plain RoPE. `longrope` has two sets of frequencies; the served context length decides for

@@ -11,13 +11,10 @@ from typing import Any
 from ..config import Experts, Family, LayerConfig, ModelConfig, Names
 from . import gguf, hf
 
-_HF = Names(
-    parts={"mlp.shared_gate": "mlp.shared_expert_gate"}
-    | {
-        f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj"
-        for part in ("gate", "up", "down")
-    }
-)
+SHARED_EXPERT = {"mlp.shared_gate": "mlp.shared_expert_gate"} | {
+    f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
+}
+_HF = Names(parts=SHARED_EXPERT)
 QWEN2 = Family(qkv_bias=True, hf=_HF)
 QWEN3 = Family(qk_norm=True, hf=_HF)
 
