@@ -11,8 +11,6 @@ of shape at SMALL_M rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,29 +18,9 @@ from torch import Tensor
 
 from .dot import dot
 from .packed import PackedWeight
+from .tiles import SMALL_M, Tile
 
-SMALL_M = 16
 WANTED_PROGRAMS = 256  # two per multiprocessor of a large card
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Tile sizes; the shipped ones are checked for spills (tests/gpu)."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def config_for(num_rows: int, element_bytes: int = 2) -> Config:
-    """The shipped configuration."""
-    if num_rows <= SMALL_M:
-        return Config(16, 32, 128, 4, 3)
-    if element_bytes > 2:
-        return Config(32, 32, 64, 4, 2)
-    return Config(64, 64, 64, 4, 3)
 
 
 @triton.jit
@@ -277,7 +255,7 @@ def quantized_matmul_kernel(
     tl.store(place + outputs[None, :], acc.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def num_parts(num_outputs: int, num_columns: int, config: Config) -> int:
+def num_parts(num_outputs: int, num_columns: int, config: Tile) -> int:
     """Into how many parts the columns are split, for few rows: a function of the weight alone."""
     tiles = triton.cdiv(num_outputs, config.block_n)
     longest = max(num_columns // (4 * config.block_k), 1)  # a part is four loads at least
@@ -293,7 +271,7 @@ def quantized_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    config = config_for(num_rows, x.element_size())
+    config = weight.tuned.tile(num_rows, x.element_size())
     parts = num_parts(num_outputs, num_columns, config) if num_rows <= SMALL_M else 1
     steps = triton.cdiv(num_columns, config.block_k)
     part_columns = triton.cdiv(steps, parts) * config.block_k

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .matmul import accumulate, config_for, pointers, strides
+from .matmul import accumulate, pointers, strides
 from .packed import PackedWeight
 from .paged_attention import sequence_of_tile
 
@@ -100,7 +100,7 @@ def expert_matmul(
     if num_pairs == 0:
         return out
     # Few pairs per expert are the decode case, however many there are in all.
-    config = config_for(triton.cdiv(num_pairs, num_experts), x.element_size())
+    config = weight.tuned.tile(triton.cdiv(num_pairs, num_experts), x.element_size())
     num_tiles = num_pairs // config.block_m + num_experts
     expert_matmul_kernel[(triton.cdiv(num_outputs, config.block_n), num_tiles)](
         out,

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from .tiles import Tuned
 
 CHUNK = 64  # columns that are packed together
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -50,6 +52,14 @@ class PackedWeight:
     zero: int
     num_columns: int  # K without the padding
     is_fp4: bool = False  # q is a 4-bit float (e2m1), not an integer
+    tuned: Tuned = field(default_factory=Tuned)
+
+    @property
+    def kind(self) -> str:
+        """Weights of one kind have one fastest tile."""
+        shape = "x".join(str(size) for size in (*self.low.shape[:-1], self.num_columns))
+        form = f"{self.bits} bits{' fp4' if self.is_fp4 else ''}, groups of {self.group}"
+        return f"{shape}, {form}{'' if self.offsets is None else ', offsets'}"
 
     @property
     def num_rows(self) -> int:

@@ -8,7 +8,10 @@ them, and rows beyond the batch are padding (slot -1, an empty sequence).
                                 ──size──▶ StepGraphs.run: capture if new, copy in, replay
 
 The sizes grow geometrically: at most a third of a captured batch is padding, above 4 rows, with 14
-graphs. A few are captured before the worker is ready, the others when they are first needed.
+graphs. A graph also has a length: attention launches a program for each segment of the longest
+sequence that it could meet, and the tables are as wide; so lengths grow by fours, and short
+sequences do not pay for a long context. A few graphs are captured before the worker is ready, the
+others when they are first needed.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from .gpu_inputs import StepTensors
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 EAGER_SIZES = (8, 4, 2, 1)  # captured before ready, the largest first: the smaller reuse its memory
+SHORTEST = 2048  # tokens; every length after it is four times the one before
 
 Forward = Callable[[StepTensors], Tensor]
 Replay = Callable[[], None]
@@ -33,18 +37,33 @@ def bucket_for(num_seqs: int, sizes: tuple[int, ...] = SIZES) -> int | None:
     return next((size for size in sizes if size >= num_seqs), None)
 
 
-def capture_cuda(step: Callable[[], None]) -> Replay:
-    """Capture what `step` launches. It runs three times first: libraries and tuning settle then."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+def length_for(max_seq_len: int, longest: int) -> int:
+    """The captured length that holds the sequences of a batch; `longest` is the last one."""
+    length = SHORTEST
+    while length < max_seq_len:
+        length *= 4
+    return min(length, longest)
+
+
+class CudaCapture:
+    """Captures what a step launches. All graphs share one pool: only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: tuple[int, int] | None = None
+
+    def __call__(self, step: Callable[[], None]) -> Replay:
+        """`step` runs three times first: libraries and tuning settle then."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        self._pool = self._pool or graph.pool()
+        return graph.replay
 
 
 def rerun(step: Callable[[], None]) -> Replay:
@@ -62,21 +81,21 @@ class StepGraphs:
         self._capture = capture
         self._max_blocks = max_blocks
         self._block_size = block_size
-        # By size: the tensors a graph reads, the tensor it writes, and how to run it.
-        self._graphs: dict[int, tuple[StepTensors, list[Tensor], Replay]] = {}
+        # By size and length: the tensors a graph reads, the tensor it writes, and how to run it.
+        self._graphs: dict[tuple[int, int], tuple[StepTensors, list[Tensor], Replay]] = {}
 
     def __repr__(self) -> str:
         return f"<StepGraphs {sorted(self._graphs)}>"
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """What has been captured."""
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """What has been captured: sequences, and tokens of the longest."""
         return tuple(sorted(self._graphs))
 
     def prepare(self, device: torch.device) -> None:
         """Capture what a first request is likely to need."""
         for size in EAGER_SIZES:
-            self._graph(size, device)
+            self._graph(size, self._length_for(1), device)
 
     def run(self, inputs: StepTensors) -> Tensor | None:
         """Logits [num_seqs, vocab_size] of a pure decode batch; None if no size holds it.
@@ -87,19 +106,26 @@ class StepGraphs:
         size = bucket_for(num_seqs)
         if size is None:
             return None
-        static, logits, replay = self._graph(size, inputs.token_ids.device)
+        length = self._length_for(inputs.max_seq_len)
+        static, logits, replay = self._graph(size, length, inputs.token_ids.device)
         static.fill_padded(inputs)
         replay()
         return logits[0][:num_seqs]
 
-    def _graph(self, size: int, device: torch.device) -> tuple[StepTensors, list[Tensor], Replay]:
-        if size not in self._graphs:
-            static = StepTensors.blank(size, self._max_blocks, self._block_size, device)
+    def _length_for(self, max_seq_len: int) -> int:
+        return length_for(max_seq_len, self._max_blocks * self._block_size)
+
+    def _graph(
+        self, size: int, length: int, device: torch.device
+    ) -> tuple[StepTensors, list[Tensor], Replay]:
+        if (size, length) not in self._graphs:
+            blocks = -(-length // self._block_size)
+            static = StepTensors.blank(size, blocks, self._block_size, device)
             out: list[Tensor] = []
 
             def step() -> None:
                 out[:] = [self._forward(static)]
 
             step()
-            self._graphs[size] = (static, out, self._capture(step))
-        return self._graphs[size]
+            self._graphs[size, length] = (static, out, self._capture(step))
+        return self._graphs[size, length]

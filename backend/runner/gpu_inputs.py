@@ -5,8 +5,8 @@ one buffer of ints: which rows, where their chunks begin, how long they are, and
 host knows. Positions, slots, tables and lengths are index arithmetic on the device, without Python
 per sequence. A decode step whose sequences cross no block border writes no table at all.
 
-A token that was drawn on the device is fed back there: the host sends FEED_BACK in its place, and
-so could plan the next step before it has seen this one's tokens.
+A token that was drawn on the device is fed back there: a step that is planned before the host has
+seen it has FEED_BACK in its place.
 """
 
 from __future__ import annotations
@@ -123,9 +123,11 @@ class RowState:
             self._staged += (place + offset, block_id)
         self._num_blocks[row] += len(block_ids)
 
-    def feed_back(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Remember the last drawn tokens; both stay on the device."""
-        self._last_tokens[rows] = token_ids
+    def feed_back(self, rows: Sequence[int], places: Sequence[int], drawn: Tensor) -> None:
+        """drawn[places[i]] is the last drawn token of rows[i]; no token leaves the device."""
+        sent = self._send([*rows, *places])
+        here, there = sent[: len(rows)], sent[len(rows) :]
+        self._last_tokens[here] = drawn.to(self.device)[there]
 
     def gather(self, pieces: Sequence[Piece]) -> StepTensors:
         """The inputs of one step."""

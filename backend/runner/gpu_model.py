@@ -1,111 +1,96 @@
-"""The decoder over `kernels.select`: pre-norm RMSNorm, grouped-query attention, RoPE, a gated MLP.
+"""The flag-driven decoder over `kernels.select`: every family's layers, on the devices of a map.
 
-The kernels decide how (Triton or torch), the layer map decides where: the hidden state moves when
-the next layer lives elsewhere, and so do the step's inputs, once per device. Group-quantised GGUF
-weights stay quantised; what a checkpoint cannot give as integers is dense.
+The kernels decide how (Triton or torch, by device), the layer map decides where: the hidden state
+moves when the next layer lives elsewhere, and so do the step's inputs, once per device.
+
+A layer is two branches, attention and MLP; where their norms stand is the family's, as in
+`models.decoder`. A branch's output is added by the norm that reads the sum, in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..kernels.packed import PackedWeight, pack
+from ..kernels import select
 from ..kernels.select import Kernels
-from ..layers.rotary import Rotary
+from ..layers.activation import ACTIVATIONS, clamped_swiglu
+from ..layers.moe import route
 from ..models.checkpoint import Checkpoint
-from ..models.decoder import frequencies_of
+from ..models.config import Experts as ExpertsConfig
+from ..models.config import LayerConfig, ModelConfig, UnsupportedModel
+from .gpu_cache import Cache
 from .gpu_inputs import StepTensors
+from .gpu_weights import Projection, Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """One layer's keys and values, [num_blocks, num_kv_heads, block_size, head_dim] each."""
+class AddedNorm:
+    """(hidden, branch) to (norm(hidden + branch), hidden + branch); no weight: no norm."""
 
-    keys: Tensor
-    values: Tensor
-
-
-class Projection:
-    """y = x · Wᵀ + b, with a dense or a packed weight."""
-
-    def __init__(
-        self, kernels: Kernels, weight: Tensor | PackedWeight, bias: Tensor | None
-    ) -> None:
+    def __init__(self, kernels: Kernels, weight: Tensor | None, eps: float, kind: str) -> None:
         self._kernels = kernels
         self._weight = weight
-        self._bias = bias
-        if isinstance(weight, PackedWeight):
-            self.size_bytes = weight.size_bytes
-        else:
-            self.size_bytes = weight.numel() * weight.element_size()
+        self._eps = eps
+        self._is_rms = kind == "rms"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self._weight, PackedWeight):
-            return self._kernels.quantized_matmul(x, self._weight, self._bias)
-        return torch.nn.functional.linear(x, self._weight, self._bias)
+    def __call__(self, hidden: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._weight is not None and self._is_rms and branch is not None:
+            normed: tuple[Tensor, Tensor] = self._kernels.rms_norm(
+                branch, self._weight, self._eps, hidden
+            )
+            return normed
+        if branch is not None:
+            hidden = hidden + branch
+        return self.alone(hidden), hidden
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Of one tensor."""
+        if self._weight is None:
+            return x
+        if self._is_rms:
+            normed: Tensor = self._kernels.rms_norm(x, self._weight, self._eps)
+            return normed
+        wide = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], None, None, self._eps)
+        return wide.to(x.dtype) * self._weight
 
 
-class Layer:
-    """One block of the network, on one device."""
+class Attention:
+    """Rows in, rows out; keys and values go to the layer's cache on the way."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
-        config = checkpoint.config
-        self.device = device
-        self._config = config
-        self._kernels = kernels
-        prefix = f"model.layers.{index}."
-
-        def vector(name: str) -> Tensor:
-            return checkpoint.tensor(f"{prefix}{name}.weight", dtype).to(device)
-
-        def fused(names: Sequence[str]) -> Projection:
-            return load_projection(checkpoint, [prefix + n for n in names], dtype, device, kernels)
-
-        self._attention_norm = vector("input_layernorm")
-        self._mlp_norm = vector("post_attention_layernorm")
-        self._qkv = fused(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])
-        self._output = fused(["self_attn.o_proj"])
-        self._gate_up = fused(["mlp.gate_proj", "mlp.up_proj"])
-        self._down = fused(["mlp.down_proj"])
-        has_norm = config.family.qk_norm
-        self._query_norm = vector("self_attn.q_norm") if has_norm else None
-        self._key_norm = vector("self_attn.k_norm") if has_norm else None
-        projections = (self._qkv, self._output, self._gate_up, self._down)
-        self.size_bytes = sum(p.size_bytes for p in projections)
+    def __init__(self, load: Weights, layer: LayerConfig) -> None:
+        config = load.config
+        self._layer = layer
+        self._kernels = load.kernels
+        self._eps = config.rms_norm_eps
+        self._scale = config.attention_scale or layer.head_dim**-0.5
+        self._softcap = config.attention_softcap
+        q, kv = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        self._qkv = load.projection(names, q + 2 * kv, config.hidden_size)
+        self._output = load.projection(["self_attn.o_proj"], config.hidden_size, q)
+        self._split = [config.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+        self._norm_is_full = config.qk_norm_full
+        self._query_norm = self._key_norm = None
+        if config.family.qk_norm or config.qk_norm_full:
+            wide = config.qk_norm_full
+            self._query_norm = load.tensor("self_attn.q_norm.weight", q if wide else layer.head_dim)
+            self._key_norm = load.tensor("self_attn.k_norm.weight", kv if wide else layer.head_dim)
+        self._sinks = load.tensor("self_attn.sinks", config.num_heads) if config.sinks else None
 
     def __call__(
-        self,
-        hidden: Tensor,
-        residual: Tensor | None,
-        inputs: StepTensors,
-        cache: Cache,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual): their sum is the hidden state, and the next norm adds them."""
-        config, kernels = self._config, self._kernels
-        eps = config.rms_norm_eps
-        if residual is None:
-            x, residual = kernels.rms_norm(hidden, self._attention_norm, eps), hidden
-        else:
-            x, residual = kernels.rms_norm(hidden, self._attention_norm, eps, residual)
-        num_tokens = x.shape[0]
-        heads = self._qkv(x).view(num_tokens, -1, config.head_dim)
-        query, key, value = torch.split_with_sizes(
-            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
-        )
-        query = kernels.rotary_store(
+        self, x: Tensor, inputs: StepTensors, cache: Cache, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        heads = self._qkv(x).view(x.shape[0], -1, self._layer.head_dim)
+        query, key, value = torch.split_with_sizes(heads, self._split, dim=1)
+        query_norm, key_norm = self._query_norm, self._key_norm
+        if self._norm_is_full and query_norm is not None and key_norm is not None:
+            query, key = self._fully_normed(query, query_norm), self._fully_normed(key, key_norm)
+            query_norm = key_norm = None
+        rope = self._layer.rope
+        query = self._kernels.rotary_store(
             query,
             key,
             value,
@@ -114,116 +99,292 @@ class Layer:
             cache.keys,
             cache.values,
             inputs.slot_mapping,
-            q_weight=self._query_norm,
-            k_weight=self._key_norm,
-            eps=eps,
+            interleaved=rope is not None and rope.is_interleaved,
+            q_weight=query_norm,
+            k_weight=key_norm,
+            eps=self._eps,
         )
-        mixed = kernels.paged_attention(
+        if rope is not None and rope.query_scaling_beta and rope.scaling is not None:
+            turns = torch.floor(inputs.positions / rope.scaling.original_context_length)
+            growth = 1 + rope.query_scaling_beta * torch.log1p(turns)
+            query = query * growth.view(-1, 1, 1).to(query.dtype)
+        mixed = self._kernels.paged_attention(
             query,
             cache.keys,
             cache.values,
             inputs.block_tables,
             inputs.query_start,
             inputs.seq_lens,
-            config.head_dim**-0.5,
-            config.sliding_window,
+            self._scale,
+            self._layer.window,
+            self._softcap,
+            self._sinks,
             max_query_len=inputs.max_query_len,
             max_seq_len=inputs.max_seq_len,
         )
-        attended = self._output(mixed.reshape(num_tokens, -1))
-        x, residual = kernels.rms_norm(attended, self._mlp_norm, eps, residual)
-        assert residual is not None
-        return self._down(kernels.silu_mul(self._gate_up(x))), residual
+        return self._output(mixed.reshape(x.shape[0], -1))
+
+    def _fully_normed(self, heads: Tensor, weight: Tensor) -> Tensor:
+        flat = heads.reshape(heads.shape[0], -1)
+        normed: Tensor = self._kernels.rms_norm(flat, weight, self._eps)
+        return normed.view(heads.shape)
+
+
+def gating(load: Weights) -> Callable[[Tensor], Tensor]:
+    """[T, 2 I] of gates and ups to [T, I]."""
+    config = load.config
+    if config.experts is not None and config.experts.clamp:
+        limit = config.experts.clamp
+        return partial(_clamped, limit)
+    if config.activation == "silu":
+        return load.kernels.silu_mul
+    if config.activation == "gelu_tanh":
+        return load.kernels.gelu_mul
+    return partial(_gated, ACTIVATIONS[config.activation])
+
+
+def _clamped(limit: float, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return clamped_swiglu(gate, up, limit)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+class GatedMLP:
+    """down(act(gate(x)) · up(x))."""
+
+    def __init__(self, load: Weights, prefix: str, size: int) -> None:
+        hidden = load.config.hidden_size
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self._gate_up = load.projection(names, 2 * size, hidden)
+        self._down = load.projection([f"{prefix}.down_proj"], hidden, size)
+        self._gating = gating(load)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._gating(self._gate_up(x)))
+
+
+class MixtureOfExperts:
+    """Every row asks a few of many MLPs, and perhaps one that all share.
+
+    Pairs of (row, choice) are sorted by expert, once; both products walk them as ragged segments. A
+    row's answers are added in the order of its own choices. Nothing here waits for the device.
+    """
+
+    def __init__(self, load: Weights, config: ExpertsConfig) -> None:
+        hidden, inner = load.config.hidden_size, config.intermediate_size
+        self._config = config
+        self._router = load.projection(["mlp.router"], config.num_experts, hidden)
+        self._choice_bias: Tensor | None = None
+        if load.has("mlp.choice_bias"):
+            self._choice_bias = load.tensor("mlp.choice_bias", config.num_experts)
+        count = config.num_experts
+        self._gate_up = load.experts(count, ["gate_proj", "up_proj"], 2 * inner)
+        self._down = load.experts(count, ["down_proj"], hidden)
+        self._gating = gating(load)
+        self._shared: GatedMLP | None = None
+        self._shared_gate: Projection | None = None
+        if config.shared_size:
+            self._shared = GatedMLP(load, "mlp.shared", config.shared_size)
+        if config.shared_gate:
+            gate = load.tensor("mlp.shared_gate.weight").reshape(1, hidden)
+            self._shared_gate = Projection(load.kernels, gate, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        config = self._config
+        weights, ids = route(
+            self._router(x),
+            config.num_active,
+            config.router,
+            config.renormalise,
+            config.scale,
+            self._choice_bias,
+        )
+        mixed = self._mixed(x, weights, ids)
+        if self._shared is None:
+            return mixed
+        shared = self._shared(x)
+        if self._shared_gate is not None:
+            shared = torch.sigmoid(self._shared_gate(x)) * shared
+        return mixed + shared
+
+    def _mixed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        num_tokens, num_active = ids.shape
+        experts, order = torch.sort(ids.flatten(), stable=True)
+        borders = torch.arange(self._config.num_experts + 1, device=x.device)
+        starts = torch.searchsorted(experts, borders).to(torch.int32)
+        inner = self._gating(self._gate_up(x, (order // num_active).to(torch.int32), starts))
+        pairs = torch.arange(num_tokens * num_active, dtype=torch.int32, device=x.device)
+        answers = self._down(inner, pairs, starts)
+        by_token = torch.empty_like(answers)
+        by_token[order] = answers
+        weighed = by_token.view(num_tokens, num_active, -1).float() * weights[..., None]
+        return weighed.sum(1).to(x.dtype)
+
+
+class Layer:
+    """One block of the network, on one device."""
+
+    def __init__(self, load: Weights, layer: LayerConfig) -> None:
+        config = load.config
+        self.device = load.device
+        self.rotation = rotation_of(config, layer)
+        self._is_parallel = config.norms == "parallel"
+        self._residual_scale = config.residual_scale
+
+        def norm(name: str, *placements: str) -> AddedNorm:
+            weight = None
+            if config.norms in placements:
+                weight = load.tensor(f"{name}.weight", config.hidden_size)
+            return AddedNorm(load.kernels, weight, config.rms_norm_eps, config.norm_kind)
+
+        self._attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
+        self._attention_out_norm = norm("attention_out_norm", "post", "sandwich")
+        self._mlp_norm = norm("post_attention_layernorm", "pre", "sandwich")
+        self._mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
+        self._attention = Attention(load, layer)
+        self._mlp: Callable[[Tensor], Tensor]
+        if layer.has_experts and config.experts is not None:
+            self._mlp = MixtureOfExperts(load, config.experts)
+        else:
+            self._mlp = GatedMLP(load, "mlp", config.intermediate_size)
+        self.size_bytes = load.size_bytes
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        branch: Tensor | None,
+        inputs: StepTensors,
+        cache: Cache,
+        angles: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden, branch): their sum is the state, and the next norm adds them."""
+        x, hidden = self._attention_norm(hidden, branch)
+        attended = self._attention_out_norm.alone(self._attention(x, inputs, cache, *angles))
+        if self._is_parallel:
+            return hidden, attended + self._mlp(x)
+        x, hidden = self._mlp_norm(hidden, self._scaled(attended))
+        return hidden, self._scaled(self._mlp_out_norm.alone(self._mlp(x)))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self._residual_scale == 1 else branch * self._residual_scale
+
+
+Rotation = tuple[tuple[float, ...], float]  # frequencies, and what cos and sin are multiplied with
+
+
+def rotation_of(config: ModelConfig, layer: LayerConfig) -> Rotation:
+    """Layers of the same rotation share their angles. No positions: one pair that stands still."""
+    if layer.rope is None:
+        return (0.0,), 1.0
+    frequencies, magnitude = config.rope_of(layer)
+    return tuple(frequencies), magnitude
 
 
 class GpuDecoder:
-    """A loaded network. `progress` gets the share of the layers that are loaded."""
+    """A loaded network. `progress` gets the share of the layers that are loaded.
+
+    `choice` None asks `kernels.select` for each device. `keeps_packed` None keeps quantised weights
+    as they are on every device but the CPU.
+    """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         devices: Sequence[torch.device],
-        kernels: Kernels,
+        *,
+        choice: select.Choice | None = None,
+        keeps_packed: bool | None = None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         config = checkpoint.config
+        refuse_unknown(config)
         self.config = config
         self.dtype = dtype
-        self._kernels = kernels
-        self._embedding = checkpoint.tensor("model.embed_tokens.weight", dtype).to(devices[0])
+        self.devices = tuple(devices)
+        chosen = {device: choice or select.choose(device) for device in devices}
+        self.choices = {str(device): str(why) for device, why in chosen.items()}
+        kernels = {device: select.load(why) for device, why in chosen.items()}
+        self.last_kernels = kernels[devices[-1]]
+        self.products: list[Projection] = []  # with packed weights, for tuning
+
+        def weights(prefix: str, device: torch.device) -> Weights:
+            packs = device.type != "cpu" if keeps_packed is None else keeps_packed
+            where = (prefix, dtype, device, kernels[device], packs)
+            return Weights(checkpoint, *where, self.products)
+
+        first, last = weights("", devices[0]), weights("", devices[-1])
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = first.embedding("model.embed_tokens", *shape)
         self._layers: list[Layer] = []
-        for index, device in enumerate(devices):
-            self._layers.append(Layer(checkpoint, index, dtype, device, kernels))
+        for index, (layer, device) in enumerate(zip(config.layers, devices, strict=True)):
+            self._layers.append(Layer(weights(f"model.layers.{index}.", device), layer))
             progress((index + 1) / (len(devices) + 1))
-        self._norm = checkpoint.tensor("model.norm.weight", dtype).to(devices[-1])
+        norm = last.tensor("model.norm.weight", config.hidden_size)
+        eps, kind = config.rms_norm_eps, config.norm_kind
+        self._norm = AddedNorm(self.last_kernels, norm, eps, kind)
         if config.tied_embeddings:
-            self._head = Projection(kernels, self._embedding.to(devices[-1]), None)
+            table = self._embedding.weight
+            self._head = Projection(self.last_kernels, table.to(devices[-1]), None)
         else:
-            self._head = load_projection(checkpoint, ["lm_head"], dtype, devices[-1], kernels)
-        rotary = Rotary(frequencies_of(checkpoint), config.context_length)
-        self._angles = {d: (rotary.cos.to(d), rotary.sin.to(d)) for d in set(devices)}
-        self.weights_bytes = (
-            sum(layer.size_bytes for layer in self._layers)
-            + self._head.size_bytes
-            + self._embedding.numel() * self._embedding.element_size()
-        )
+            self._head = last.projection(["lm_head"], *shape)
+        self._frequencies = {
+            (layer.device, layer.rotation): torch.tensor(layer.rotation[0]).to(layer.device)
+            for layer in self._layers
+        }
+        loaded = [(layer.device, layer.size_bytes) for layer in self._layers]
+        loaded += [(devices[0], first.size_bytes), (devices[-1], last.size_bytes)]
+        self.weights_bytes = sum(size for _, size in loaded)
+        self.weights_vram_bytes = sum(size for where, size in loaded if where.type != "cpu")
 
     @torch.inference_mode()
     def forward(self, inputs: StepTensors, caches: Sequence[Cache]) -> Tensor:
         """Logits [num_logits, vocab_size] in float32, on the last layer's device."""
-        hidden: Tensor = self._embedding[inputs.token_ids]
-        residual: Tensor | None = None
+        config = self.config
+        hidden = self._embedding(inputs.token_ids)
+        if config.embedding_scale != 1:
+            # rounded as the model's own code rounds it
+            hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        branch: Tensor | None = None
         here: torch.device | None = None
+        angles: dict[Rotation, tuple[Tensor, Tensor]] = {}
         for layer, cache in zip(self._layers, caches, strict=True):
             if layer.device != here:
                 here = layer.device
                 inputs = inputs.to(here)
                 hidden = hidden.to(here)
-                residual = None if residual is None else residual.to(here)
-                cos, sin = (table[inputs.positions] for table in self._angles[here])
-            hidden, residual = layer(hidden, residual, inputs, cache, cos, sin)
-        assert residual is not None
+                branch = None if branch is None else branch.to(here)
+                angles = {}
+            if layer.rotation not in angles:
+                angles[layer.rotation] = self._angles(layer, inputs.positions)
+            hidden, branch = layer(hidden, branch, inputs, cache, angles[layer.rotation])
+        assert branch is not None
         # Rows without logits leave here: the head is the largest matrix of a small model.
         wanted = inputs.logit_rows
-        eps = self.config.rms_norm_eps
-        normed, _ = self._kernels.rms_norm(hidden[wanted], self._norm, eps, residual[wanted])
-        return self._head(normed).float()
+        normed, _ = self._norm(hidden[wanted], branch[wanted])
+        logits = self._head(normed).float()
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        return logits
+
+    def _angles(self, layer: Layer, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [T, R / 2]: bf16 angles flip near-tie tokens."""
+        frequencies = self._frequencies[layer.device, layer.rotation]
+        turned = positions.float()[:, None] * frequencies
+        magnitude = layer.rotation[1]
+        return turned.cos() * magnitude, turned.sin() * magnitude
 
 
-def load_projection(
-    checkpoint: Checkpoint,
-    names: Sequence[str],
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-) -> Projection:
-    """Several matrices that read the same rows, as one; packed if all of them are alike."""
-    bias = None
-    if checkpoint.has(f"{names[0]}.bias"):
-        biases = [checkpoint.tensor(f"{name}.bias", dtype) for name in names]
-        bias = torch.cat(biases).to(device)
-    packed = _packed(checkpoint, names)
-    if packed is not None:
-        return Projection(kernels, packed.to(device), bias)
-    weights = [checkpoint.tensor(f"{name}.weight", dtype) for name in names]
-    return Projection(kernels, torch.cat(weights).to(device), bias)
-
-
-def _packed(checkpoint: Checkpoint, names: Sequence[str]) -> PackedWeight | None:
-    parts = []
-    for name in names:
-        part = checkpoint.blocks(f"{name}.weight")
-        if part is None:
-            return None
-        parts.append(part)
-    if len({(part.bits, part.offset is None) for part in parts}) > 1:
-        return None
-    offsets = [part.offset for part in parts if part.offset is not None]
-    return pack(
-        torch.cat([part.quants for part in parts]).flatten(1),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(offsets) if offsets else None,
-        bits=parts[0].bits,
-        group=32,
-    )
+def refuse_unknown(config: ModelConfig) -> None:
+    """Raises UnsupportedModel for layers that only the CPU's decoder knows."""
+    kinds = sorted({layer.kind for layer in config.layers} - {"attention"})
+    if kinds:
+        raise UnsupportedModel(f"{', '.join(kinds)} layers do not run on a GPU yet")
+    if any(layer.shares_kv_of is not None for layer in config.layers):
+        raise UnsupportedModel("layers that share keys and values do not run on a GPU yet")

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from llmd.backend.engine.engine import Engine, EngineRequest
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
 from llmd.backend.kernels.select import Choice
+from llmd.backend.models.checkpoint import Checkpoint
 from llmd.backend.protocol import DevicePart, SamplingParams
-from llmd.backend.runner.gpu_runner import BLOCK_SIZE, GpuRunner
-
-from .tiny_checkpoint import TinyCheckpoint
+from llmd.backend.runner.gpu_cache import GpuCache
+from llmd.backend.runner.gpu_graphs import Capture
+from llmd.backend.runner.gpu_layer_map import layer_map
+from llmd.backend.runner.gpu_model import GpuDecoder
+from llmd.backend.runner.gpu_open import BLOCK_SIZE
+from llmd.backend.runner.gpu_runner import GpuRunner
 
 TORCH = Choice("torch", "the test says so")
 TRITON = Choice("triton", "the test says so")
 
 
-def make_runner(checkpoint: TinyCheckpoint, choice: Choice = TORCH, **settings: Any) -> GpuRunner:
-    parts = settings.pop("parts", [DevicePart("cpu", -1)])
-    return GpuRunner(
-        checkpoint,
-        parts,
-        num_blocks=40,
-        dtype=torch.float32,
-        max_num_seqs=8,
-        choice=choice,
-        **settings,
-    )
+def make_runner(
+    checkpoint: Checkpoint,
+    choice: Choice = TORCH,
+    parts: Sequence[DevicePart] = (DevicePart("cpu", -1),),
+    capture: Capture | None = None,
+    num_blocks: int = 40,
+) -> GpuRunner:
+    config = checkpoint.config
+    devices = layer_map(parts, config.num_layers)
+    decoder = GpuDecoder(checkpoint, torch.float32, devices, choice=choice, keeps_packed=True)
+    cache = GpuCache(config.layers, devices, torch.float32, num_blocks, BLOCK_SIZE)
+    return GpuRunner(decoder, cache, max_num_seqs=8, capture=capture)
 
 
-def make_engine(runner: GpuRunner, prefill_chunk: int = 0) -> Engine:
+def make_engine(runner: GpuRunner, prefill_chunk: int = 0, depth: int = 2) -> Engine:
     config = SchedulerConfig(
         num_blocks=runner.num_blocks,
         block_size=BLOCK_SIZE,
@@ -40,22 +44,25 @@ def make_engine(runner: GpuRunner, prefill_chunk: int = 0) -> Engine:
         max_batch_tokens=64,
         prefill_chunk=prefill_chunk,
     )
-    return Engine(Scheduler(config), runner)
+    return Engine(Scheduler(config), runner, depth=depth)
 
 
-def requests(count: int = 4, max_tokens: int = 6) -> list[EngineRequest]:
-    """Prompts of 3 to 40 tokens that share a beginning; greedy and warm ones."""
+def requests(
+    count: int = 4, max_tokens: int = 6, lengths: Sequence[int] = (40, 3, 17, 33)
+) -> list[EngineRequest]:
+    """Prompts that share a beginning; greedy and warm ones."""
     made = []
     for index in range(count):
         prompt = tuple((7 * i) % 97 for i in range(20)) + tuple(
             (i * i + index) % 97 for i in range(20)
         )
+        length = lengths[index % len(lengths)]
         warm = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.01)
         made.append(
             EngineRequest(
                 id=str(index),
-                token_ids=prompt[: (40, 3, 17, 33)[index % 4]],
-                num_prompt_tokens=(40, 3, 17, 33)[index % 4],
+                token_ids=prompt[:length],
+                num_prompt_tokens=length,
                 max_tokens=max_tokens,
                 sampling=warm if index % 2 else SamplingParams(temperature=0.0),
                 seed=index * 2**62 + 5,

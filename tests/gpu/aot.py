@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ from llmd.backend.kernels import (
     sampling,
     store_kv,
 )
+from llmd.backend.kernels.tiles import Tuned, candidates
 
+NOT_TUNED = Tuned()
 TARGETS = (80, 89, 90, 100, 120)
 # What one block may have: CUDA C++ Programming Guide, "Compute Capabilities", bytes.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -182,13 +184,23 @@ def attention(
     )
 
 
-def quantized(num_rows: int, bits: int, group: int, has_offsets: bool, dtype: torch.dtype) -> None:
-    weight = random_weight((), bits, group, has_offsets)
+def quantized(
+    num_rows: int,
+    bits: int,
+    group: int,
+    has_offsets: bool,
+    dtype: torch.dtype,
+    tuned: Tuned = NOT_TUNED,
+) -> None:
+    weight = replace(random_weight((), bits, group, has_offsets), tuned=tuned)
     matmul.quantized_matmul(torch.empty(num_rows, 4096, dtype=dtype), weight)
 
 
-def experts(num_pairs: int, is_fp4: bool) -> None:
-    weight = random_weight((4,), 4, 32, has_offsets=not is_fp4, is_fp4=is_fp4)
+def experts(num_pairs: int, form: str) -> None:
+    if form == "dense":
+        weight = packed.dense(torch.empty(4, 64, 4096, dtype=BF16))
+    else:
+        weight = random_weight((4,), 4, 32, has_offsets=form != "fp4", is_fp4=form == "fp4")
     moe.expert_matmul(
         torch.empty(8, 4096, dtype=BF16),
         weight,
@@ -266,10 +278,18 @@ def cases() -> dict[str, Callable[[], None]]:
             table[f"product {num_rows} rows, {name}"] = partial(
                 quantized, num_rows, bits, group, has_offsets, BF16
             )
+    for name in ("4 bits and offsets (Q4_1, Q4_K)", "5 bits and offsets (Q5_K)"):
+        bits, group, has_offsets = forms[name]
+        for num_rows in (1, 512):
+            for place in range(1, len(candidates(num_rows))):
+                table[f"product {num_rows} rows, {name}, tile {place}"] = partial(
+                    quantized, num_rows, bits, group, has_offsets, BF16, Tuned(place, place)
+                )
     table["product 1 rows, 4 bits, fp16"] = partial(quantized, 1, 4, 32, True, FP16)
     for num_pairs in (8, 512):
-        table[f"expert product {num_pairs} pairs, MXFP4"] = partial(experts, num_pairs, True)
-        table[f"expert product {num_pairs} pairs, Q4_K"] = partial(experts, num_pairs, False)
+        table[f"expert product {num_pairs} pairs, MXFP4"] = partial(experts, num_pairs, "fp4")
+        table[f"expert product {num_pairs} pairs, Q4_K"] = partial(experts, num_pairs, "offsets")
+        table[f"expert product {num_pairs} pairs, bf16"] = partial(experts, num_pairs, "dense")
     return table
 
 

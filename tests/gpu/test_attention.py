@@ -93,15 +93,23 @@ def test_attention_equals_its_twin(
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("queries", ["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("dtype", "queries"),
+    itertools.product((torch.float16, torch.bfloat16), ("decode", "mixed"))
+    if IS_FULL
+    else [(torch.float16, "decode"), (torch.bfloat16, "padded")],
+)
 def test_attention_in_half_precision(dtype: torch.dtype, queries: str) -> None:
     pages = make_pages(*QUERIES[queries], num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
     assert_close(*run_both(pages, 8, dtype=dtype))
 
 
-@pytest.mark.parametrize("kv_len", [SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 7])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("kv_len", "window"),
+    itertools.product((SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 7, 4097), (None, 40))
+    if IS_FULL
+    else [(SEGMENT, None), (SEGMENT + 1, None), (2 * SEGMENT + 7, 40)],
+)
 def test_segments_are_merged(kv_len: int, window: int | None) -> None:
     """With the window, the earlier segments stay empty, and their memory unwritten."""
     pages = make_pages([1, 2], [kv_len, 3], num_kv_heads=1, head_dim=64, block_size=32)
