@@ -25,12 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import psutil
 
 RESULTS = Path(__file__).parent / "results" / "daemon_overhead.csv"
+T = TypeVar("T")
 STAMP = re.compile(rb"(\d{19}) ")
 
 
@@ -87,11 +90,10 @@ async def work(rate: float) -> None:
 
 async def serve(rate: float, port_file: Path) -> None:
     """The daemon's application on a free port, with that worker behind it."""
-    import uvicorn
-
     from llmd.backend.protocol import Load
     from llmd.daemon.app import make_app
     from llmd.daemon.downloads import Downloads
+    from llmd.daemon.http_server import make_server
     from llmd.daemon.manager import ModelManager
     from llmd.daemon.metrics import Metrics
     from llmd.daemon.routes.services import Services
@@ -126,10 +128,7 @@ async def serve(rate: float, port_file: Path) -> None:
     manager = ModelManager(Settings(), store, spawn)
     downloads = Downloads(store, PullSettings())
     services = Services(manager, store, downloads, Metrics(manager.loaded), version="benchmark")
-    config = uvicorn.Config(
-        make_app(services), port=0, log_config=None, access_log=False, lifespan="off"
-    )
-    server = uvicorn.Server(config)
+    server = make_server(make_app(services), port=0)
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 -- uvicorn has no event for it
         await asyncio.sleep(0.01)
@@ -153,12 +152,11 @@ class Reader(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         head = (
             f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(self._body)}"
         )
-        transport.write(head.encode() + b"\r\n\r\n" + self._body)
+        self._transport.write(head.encode() + b"\r\n\r\n" + self._body)
 
     def data_received(self, data: bytes) -> None:
         now = time.time_ns()
@@ -172,6 +170,13 @@ class Reader(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
             self.done.set_exception(exc or ConnectionError("the daemon closed the stream"))
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """On the daemon's event loop: what the client costs is taken from the same cores."""
+    from llmd.daemon.http_server import run
+
+    return run(main)
 
 
 async def measure(port: int, streams: int, tokens: int) -> list[float]:
@@ -199,10 +204,10 @@ def run(streams: int, rate: float, seconds: float) -> dict[str, object]:
                 assert time.monotonic() < deadline, "the daemon did not start"
                 time.sleep(0.05)
             port = int(port_file.read_text())
-            asyncio.run(measure(port, 1, 1))  # load the model
+            run_loop(measure(port, 1, 1))  # load the model
             process = psutil.Process(daemon.pid)
             before, began = process.cpu_times(), time.monotonic()
-            delays = asyncio.run(measure(port, streams, int(rate * seconds / streams)))
+            delays = run_loop(measure(port, streams, int(rate * seconds / streams)))
             took = time.monotonic() - began
             after = process.cpu_times()
             rss = process.memory_info().rss
@@ -236,9 +241,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="append to the results")
     options = parser.parse_args()
     if options.role == "worker":
-        asyncio.run(work(options.rate))
+        run_loop(work(options.rate))
     elif options.role == "daemon":
-        asyncio.run(serve(options.rate, options.port_file))
+        run_loop(serve(options.rate, options.port_file))
     else:
         row = run(options.streams, options.rate, options.seconds)
         print(json.dumps(row, indent=2))

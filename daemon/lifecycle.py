@@ -16,10 +16,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 
 import psutil
-import uvicorn
 
 from .. import __version__
 from ..registry.errors import RegistryError
@@ -27,6 +25,7 @@ from ..registry.store import ModelStore
 from .app import make_app
 from .downloads import Downloads, pull_settings
 from .folder_lock import FolderLock, FolderTaken
+from .http_server import make_server, run
 from .manager import ModelManager
 from .metrics import Metrics
 from .routes.services import Services
@@ -53,7 +52,7 @@ def main() -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     _log_settings(settings)
-    asyncio.run(serve(settings, listener, store))
+    run(serve(settings, listener, store))
     lock.release()
     return 0
 
@@ -125,16 +124,7 @@ async def serve(settings: Settings, listener: socket.socket, store: ModelStore) 
         hosts=settings.hosts,
         api_keys=settings.api_keys,
     )
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-        )
-    )
+    server = make_server(app, settings.drain_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows: uvicorn's own way
@@ -165,11 +155,3 @@ async def tidy(store: ModelStore, is_wanted: bool) -> None:
         return
     if collected.paths:
         log.info("removed %d left files, %d bytes", len(collected.paths), collected.size)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

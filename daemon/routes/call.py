@@ -23,6 +23,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, TooLarge, TooSlow, status_of
+from .compression import unpacked
 from .replies import (
     JSON,
     NDJSON,
@@ -102,6 +103,14 @@ class Call:
         client = self._scope.get("client")
         return str(client[0]) if client else ""
 
+    @property
+    def fair_key(self) -> str:
+        """Whose turn it is: requests of one key wait for one another, not for those of others.
+
+        Keys tell clients apart best; without them, the address and the program that calls.
+        """
+        return self.client_key or f"{self.peer} {self.header('user-agent')}".strip()
+
     def header(self, name: str) -> str:
         """The header's value, or nothing. `name` in lower case."""
         wanted = name.encode("latin-1")
@@ -135,7 +144,8 @@ class Call:
                 return
 
     async def read_body(self) -> None:
-        self._body = b"".join([piece async for piece in self.pieces(MAX_JSON_BYTES)])
+        body = b"".join([piece async for piece in self.pieces(MAX_JSON_BYTES)])
+        self._body = unpacked(body, self.header("content-encoding"))
 
     async def client_leaves(self) -> None:
         """Returns when the client has closed the connection. Only after the body is read."""
@@ -176,16 +186,24 @@ class Call:
 
     async def send_line(self, value: Any) -> None:
         """One object of a native stream."""
+        await self.send_encoded_line(encode_json(value))
+
+    async def send_encoded_line(self, line: bytes) -> None:
+        """The same, for whoever encodes it more cheaply."""
         if not self._is_streaming:
             await self._begin_stream(NDJSON)
-        await self._write(encode_json(value) + b"\n")
+        await self._write(line + b"\n")
 
     async def send_event(self, value: Any, event: str = "") -> None:
         """One server-sent event."""
+        await self.send_encoded_event(encode_json(value), event)
+
+    async def send_encoded_event(self, data: bytes, event: str = "") -> None:
+        """The same, for whoever encodes it more cheaply."""
         if not self._is_streaming:
             await self._begin_stream(SSE)
         name = f"event: {event}\n".encode() if event else b""
-        await self._write(b"%sdata: %s\n\n" % (name, encode_json(value)))
+        await self._write(b"%sdata: %s\n\n" % (name, data))
 
     async def send_done_mark(self) -> None:
         """The end of an OpenAI stream."""
@@ -240,7 +258,7 @@ class Endpoint:
                 await self._answer(call)
         except ClientGone:
             call.status = STATUS_CLIENT_GONE
-        except (TooLarge, TooSlow) as error:
+        except (BadRequest, TooLarge, TooSlow) as error:  # about the body, before a handler has it
             await call.send_error(error)
         finally:
             self._services.metrics.count_request(self._route.path, call.status)

@@ -11,6 +11,7 @@ import math
 import re
 import time
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 
 from ..errors import BadRequest
 
@@ -76,7 +77,13 @@ def parse_keep_alive_s(value: object) -> float | None:
 def now_text() -> str:
     """The time now in UTC, RFC 3339 with nanoseconds: every chunk's `created_at`."""
     seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d}Z"
+    return f"{_second_text(seconds)}.{nanoseconds:09d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second_text(seconds: int) -> str:
+    """Every chunk of every stream bears the time, and most of them the same second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def local_text(moment: datetime) -> str:

@@ -17,10 +17,18 @@ from . import bodies
 from .bodies import ChatBody, GenerateBody, Message, checked_format, checked_think
 from .call import Call, Route
 from .durations import now_text, parse_keep_alive_s
-from .generation import Answer, Generation, Held, holding, native_logprobs, new_id
+from .generation import (
+    Answer,
+    Generation,
+    Held,
+    holding,
+    is_text_alone,
+    native_logprobs,
+    new_id,
+)
 from .lookup import Model, find_model
 from .options import Options
-from .replies import Family
+from .replies import Family, encode_json
 
 RAW_EXCLUDES = "raw mode does not support template, system, or context"
 
@@ -137,7 +145,8 @@ def common_fields(
         "truncate": body.truncate is not False,
         "shift": may_shift,
         "render_only": bool(body.debug_render_only),
-        "client": call.client_key,
+        "client": call.fair_key,
+        "priority": options.priority,
         "cache_salt": call.client_key,
     }
 
@@ -256,6 +265,7 @@ async def _answer(
     token_ids: list[int] = []
     late_calls: list[ToolCall] = []  # /api/generate tells calls in its last object only
     num_calls = 0
+    plain = _plain_line(held.model, content)
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             if with_context:
@@ -266,11 +276,21 @@ async def _answer(
             else:
                 part = content(delta.text, delta.thinking, ())
                 late_calls.extend(delta.tool_calls)
-            if _is_visible(delta, content is _message):
+            if is_text_alone(delta):
+                await call.send_encoded_line(plain % (now_text().encode(), encode_json(delta.text)))
+            elif _is_visible(delta, content is _message):
                 await call.send_line(_chunk(held.model, part, delta.logprobs))
     last = content("", "", late_calls)
     await call.send_line(_final(held, generation, last, (), with_context, token_ids))
     await call.end_stream()
+
+
+def _plain_line(model: Model, content: Content) -> bytes:
+    """What most lines look like: only the time and the text are filled in each time."""
+    asked = encode_json(model.asked).replace(b"%", b"%%")
+    is_chat = content is _message
+    body = b'"message":{"role":"assistant","content":%s}' if is_chat else b'"response":%s'
+    return b'{"model":' + asked + b',"created_at":"%s",' + body + b',"done":false}'
 
 
 def _is_visible(delta: Delta, shows_calls: bool) -> bool:

@@ -25,7 +25,7 @@ from ..errors import BadRequest
 from .bodies import check_top_logprobs, num_logprobs
 from .call import Call, Route
 from .durations import parse_keep_alive_s
-from .generation import Answer, Generation, Held, holding, native_logprobs
+from .generation import Answer, Generation, Held, holding, is_text_alone, native_logprobs
 from .lookup import find_model
 from .native import parse_options
 from .openai_bodies import (
@@ -36,7 +36,7 @@ from .openai_bodies import (
     think_of_effort,
     worker_messages,
 )
-from .replies import Family
+from .replies import Family, encode_json
 from .turn import Turn, check, checked_tools, choose_tools, deltas_of, request_of, start
 
 MAX_CHOICES = 128
@@ -187,9 +187,13 @@ class ChatReply:
         num_tokens = 0
         num_calls = 0
         role = {"role": "assistant"}
+        plain = _plain_chunk(head, index)
         async with aclosing(deltas_of(generation, self.turn)) as deltas:
             async for delta in deltas:
                 num_tokens += len(delta.token_ids)
+                if not (role or options.continuous_usage_stats) and is_text_alone(delta):
+                    await self.call.send_encoded_event(plain % encode_json(delta.text))
+                    continue
                 parts = _parts(delta, num_calls)
                 num_calls += len(delta.tool_calls)
                 for position, part in enumerate(parts):
@@ -224,6 +228,13 @@ class ChatReply:
             "model": self.held.model.asked,
             "system_fingerprint": FINGERPRINT,
         }
+
+
+def _plain_chunk(head: dict[str, Any], index: int) -> bytes:
+    """What most chunks look like: only the text is filled in each time."""
+    opening = encode_json(head).removesuffix(b"}").replace(b"%", b"%%")
+    choice = b'{"index":%d,"delta":{"content":%%s},"finish_reason":null}' % index
+    return opening + b',"choices":[' + choice + b"]}"
 
 
 def _parts(delta: Delta, num_calls: int) -> list[dict[str, Any]]:

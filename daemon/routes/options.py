@@ -58,6 +58,7 @@ OPTION_TYPES: dict[str, Callable[[str, object], Any]] = {
     "require_gpu": _bool,
     "use_mmap": _bool,
     "num_thread": _int,
+    "priority": _int,
     "draft_num_predict": _int,
     "num_predict": _int,
     "num_keep": _int,
@@ -96,6 +97,12 @@ class Options:
     def num_ctx(self) -> int | None:
         num_ctx: int = self.values.get("num_ctx", 0)
         return max(num_ctx, MIN_NUM_CTX) if num_ctx > 0 else None
+
+    @property
+    def priority(self) -> int:
+        """Lower runs first."""
+        priority: int = self.values.get("priority", 0)
+        return priority
 
     @property
     def wish(self) -> Wish:

@@ -1,0 +1,135 @@
+"""The HTTP server: uvicorn with a patience that has an end.
+
+    connected ──▶ HEAD ──headers complete──▶ the application ──answered──▶ idle ──▶ HEAD
+                   │                            │  reads the body: see routes/call.py
+                   └─ late, or too large        └─ the client does not read: stalled
+
+A client that sends its request's head a byte at a time, or never reads its answer, holds a socket
+and perhaps a model; each of these has a time, after which the connection is closed. Bodies have
+theirs in routes/call.py, where what has come so far counts.
+
+httptools parses, uvloop runs the event loop where there is one: at many streams the parser in
+Python and the loop in Python are most of what a token costs here (benchmarks/daemon_overhead.py).
+
+Owner: the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_TIMEOUT_S = 30.0  # from the connection, or the head's first byte, to its end
+MAX_HEAD_BYTES = 64 * 1024  # what other servers allow; cookies of a whole site fit
+KEEP_ALIVE_S = 75.0  # longer than the pools of common clients keep a connection
+STALL_TIMEOUT_S = 600.0  # a reader that takes nothing for so long is gone
+
+T = TypeVar("T")
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. Its timers are all the state added to uvicorn's."""
+
+    head_timeout_s = HEAD_TIMEOUT_S
+    stall_timeout_s = STALL_TIMEOUT_S
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_timer = _cancelled(self._head_timer)
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(self.stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stall_timer = _cancelled(self._stall_timer)
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer = _cancelled(self._head_timer)
+        self._stall_timer = _cancelled(self._stall_timer)
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_bytes = 0
+            self._head_timer = self.loop.call_later(
+                self.head_timeout_s, self._refuse, b"408 Request Timeout"
+            )
+
+    def _refuse(self, status: bytes) -> None:
+        self._head_timer = _cancelled(self._head_timer)
+        if not self.transport.is_closing():
+            head = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status
+            self.transport.write(head)
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: whoever serves has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: ASGIApp, drain_s: float = 1.0, **more: Any) -> Server:
+    """A server for this application, not started. `more` is uvicorn's (port, sockets...)."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=round(KEEP_ALIVE_S),
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+            **more,
+        )
+    )
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, on the fastest event loop there is."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(main)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":  # uvloop is not made for it
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
