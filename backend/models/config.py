@@ -93,16 +93,26 @@ class ShortConvShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Shape:
+    """Of layers of the kind "gemma4"."""
+
+    layer_input_size: int = 0  # of the vector that each layer gets of each token; 0: none
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer. A network may mix them."""
 
     num_kv_heads: int
     head_dim: int
     rope: Rope | None  # None: positions are not told
-    kind: str = "attention"  # "delta" and "conv" remember a state, and have no keys
+    # "delta" and "conv" remember a state and have no keys; "gemma4" is attention and more
+    kind: str = "attention"
     window: int | None = None  # tokens that are seen, the own one included
     has_experts: bool = False
     shares_kv_of: int | None = None  # an earlier layer, whose keys and values it reads
+    keys_are_values: bool = False  # one projection for both, before their norms
+    has_wide_mlp: bool = False  # twice as wide as the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +151,12 @@ class ModelConfig:
     experts: Experts | None = None
     delta_net: DeltaNetShape | None = None
     short_conv: ShortConvShape | None = None
+    gemma4: Gemma4Shape | None = None
 
     @property
     def has_state(self) -> bool:
         """Some layers remember a sequence in a state, which cannot be shared or turned back."""
-        return any(layer.kind != "attention" for layer in self.layers)
+        return any(layer.kind in ("delta", "conv") for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:

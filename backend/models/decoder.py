@@ -13,7 +13,7 @@ norms stand is the family's:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..layers.rotary import Rotary
 from .attention import Attention
 from .checkpoint import Checkpoint
 from .config import LayerConfig, ModelConfig
+from .gemma4_layer import Gemma4Extras, LayerInputs
 from .loader import Loader
 from .mlp import GatedMLP, MixtureOfExperts, Rows
 from .state_layers import DeltaNet, SequenceState, ShortConv
@@ -43,11 +44,17 @@ class StepInputs:
     _angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     # Where the keys and values of the other groups of layers lie; see engine.batch.BlockGroups.
     others: tuple[StepInputs, ...] = ()
+    layer_inputs: Tensor | None = None  # Gemma 4's, [num_tokens, num_layers, size]
     states: tuple[SequenceState, ...] = ()  # one for each span; of layers that have one
 
     def of_group(self, group: int) -> StepInputs:
         """The same rows, over the blocks of one group of layers."""
         return self.others[group - 1] if group else self
+
+    def with_layer_inputs(self, layer_inputs: Tensor) -> StepInputs:
+        """The same rows, and what each layer gets of their tokens."""
+        others = tuple(replace(other, layer_inputs=layer_inputs) for other in self.others)
+        return replace(self, layer_inputs=layer_inputs, others=others)
 
     def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """cos and sin of all rows; layers that rotate alike share them."""
@@ -90,10 +97,14 @@ class _Layer:
         else:
             self._attention = Attention(load, layer)
         self._mlp: Rows
-        if layer.has_experts and config.experts is not None:
+        self._extras: Gemma4Extras | None = None
+        if layer.has_experts and config.experts is not None and config.gemma4 is None:
             self._mlp = MixtureOfExperts(load, config.experts)
         else:
-            self._mlp = GatedMLP(load, "mlp", config.intermediate_size, config.mlp_bias)
+            size = config.intermediate_size * (2 if layer.has_wide_mlp else 1)
+            self._mlp = mlp = GatedMLP(load, "mlp", size, config.mlp_bias)
+            if config.gemma4 is not None:
+                self._extras = Gemma4Extras(load, config.gemma4, layer, index, mlp)
         self.size_bytes = load.size_bytes
 
     def __call__(self, hidden: Tensor, inputs: StepInputs, cache: LayerCache) -> Tensor:
@@ -102,8 +113,10 @@ class _Layer:
         if self._is_parallel:
             return hidden + attended + self._mlp(x)
         hidden = self._added(hidden, attended)
-        answer = self._mlp(_maybe(self._mlp_norm, hidden))
-        return self._added(hidden, _maybe(self._mlp_out_norm, answer))
+        x = _maybe(self._mlp_norm, hidden)
+        answer = self._mlp(x) if self._extras is None else self._extras.mlp(x, hidden)
+        hidden = self._added(hidden, _maybe(self._mlp_out_norm, answer))
+        return hidden if self._extras is None else self._extras.finish(hidden, inputs)
 
     def _added(self, hidden: Tensor, branch: Tensor) -> Tensor:
         if self._residual_scale != 1:
@@ -135,6 +148,9 @@ class Decoder:
         load = Loader(checkpoint, "", dtype)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = load.tensor("model.embed_tokens.weight", *shape)
+        self._layer_inputs: LayerInputs | None = None
+        if config.gemma4 is not None and config.gemma4.layer_input_size:
+            self._layer_inputs = LayerInputs(load, config.gemma4.layer_input_size)
         for index, layer in enumerate(config.layers):
             prefix = f"model.layers.{index}."
             self._layers.append(_Layer(Loader(checkpoint, prefix, dtype), layer, index))
@@ -159,6 +175,8 @@ class Decoder:
         if config.embedding_scale != 1:
             # rounded as the model's own code rounds it
             hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype)
+        if self._layer_inputs is not None:
+            inputs = inputs.with_layer_inputs(self._layer_inputs(inputs.token_ids, hidden))
         for layer, cache in zip(self._layers, caches, strict=True):
             hidden = layer(hidden, inputs.of_group(cache.group), cache)
         for span, state in zip(inputs.spans, inputs.states, strict=False):

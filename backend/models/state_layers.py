@@ -98,11 +98,12 @@ class DeltaNet:
             rows = slice(span.start, span.start + span.num_tokens)
             past, memory = state.layers.get(self._index) or (_zeros(self._conv), self._empty())
             convolved, past = causal_conv(qkv[rows], self._conv, past)
-            query, key, value = functional.silu(convolved).split(self._split, dim=-1)
+            mixed = functional.silu(convolved)
+            query, key, value = torch.split(mixed, self._split, dim=-1)
             answers[rows], memory = gated_delta_rule(
                 self._per_value_head(query),
                 self._per_value_head(key),
-                value.unflatten(-1, (shape.num_value_heads, -1)),
+                value.reshape(len(value), shape.num_value_heads, -1),
                 decay[rows],
                 beta[rows],
                 memory,
@@ -113,10 +114,9 @@ class DeltaNet:
         return self._output(gated)
 
     def _per_value_head(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (self._shape.num_key_heads, -1))
-        return heads.repeat_interleave(
-            self._shape.num_value_heads // self._shape.num_key_heads, dim=1
-        )
+        heads = x.reshape(len(x), self._shape.num_key_heads, -1)
+        times = self._shape.num_value_heads // self._shape.num_key_heads
+        return heads.repeat_interleave(times, dim=1)
 
     def _empty(self) -> Tensor:
         shape = self._shape

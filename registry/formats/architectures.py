@@ -12,6 +12,7 @@ SAFETENSORS: dict[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "gemma4_text": "gemma4",
     "glm4": "glm",
     "gpt_oss": "gpt_oss",
     "granite": "granite",

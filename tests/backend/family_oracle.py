@@ -61,6 +61,11 @@ def _rope(kind: str, **rest: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **rest}}
 
 
+_GEMMA4 = {
+    **_WINDOW,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -122,6 +127,40 @@ CASES = [
         "gemma3_text",
         {**_WINDOW, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
         gguf="gemma3",
+    ),
+    Case(
+        "Gemma 4, dense",
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    Case(
+        "Gemma 4, layer inputs, shared keys",
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    Case(
+        "Gemma 4, experts",
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
     ),
     Case("Phi-3", "phi3", _WINDOW, gguf="phi3"),
     Case(
