@@ -20,7 +20,8 @@ FILE_IN_BACKTICKS = re.compile(
 
 def direct_dependencies() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"].values()
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
     return [re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in lines]
 
 

@@ -5,8 +5,8 @@
                     created and mapped when they are committed, unmapped and freed when released
 
 A desktop's card is then never lost to a reservation: an idle model holds the pages that its tokens
-need. The bindings are NVIDIA's cuda-python (`cuda.bindings.driver`), which builds of torch for CUDA
-bring along; they are imported when a GPU is used and not before.
+need. The bindings are NVIDIA's cuda-python (`cuda.bindings.driver`, the extra `gpu`); they are
+imported when a GPU is used and not before.
 
 Sources: CUDA driver API, "Virtual Memory Management" (cuMemAddressReserve, cuMemCreate, cuMemMap,
 cuMemSetAccess).

@@ -10,6 +10,7 @@ A layer is two branches, attention and MLP; where their norms stand is the famil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -361,12 +362,14 @@ class GpuDecoder:
                 angles = {}
             if layer.rotation not in angles:
                 angles[layer.rotation] = self._angles(layer, inputs.positions)
-            hidden, branch = layer(hidden, branch, inputs, cache, angles[layer.rotation])
+            with current(here):
+                hidden, branch = layer(hidden, branch, inputs, cache, angles[layer.rotation])
         assert branch is not None
         # Rows without logits leave here: the head is the largest matrix of a small model.
         wanted = inputs.logit_rows
-        normed, _ = self._norm(hidden[wanted], branch[wanted])
-        logits = self._head(normed).float()
+        with current(self.devices[-1]):
+            normed, _ = self._norm(hidden[wanted], branch[wanted])
+            logits = self._head(normed).float()
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:
@@ -379,6 +382,11 @@ class GpuDecoder:
         turned = positions.float()[:, None] * frequencies
         magnitude = layer.rotation[1]
         return turned.cos() * magnitude, turned.sin() * magnitude
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def refuse_unknown(config: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from .gpu_cache import GpuCache
 from .gpu_draw import Draw, PendingStep, Row, draw
 from .gpu_graphs import Capture, StepGraphs
 from .gpu_inputs import FEED_BACK, Piece, RowState
-from .gpu_model import GpuDecoder
+from .gpu_model import GpuDecoder, current
 
 
 class GpuRunner:
@@ -149,7 +149,8 @@ class GpuRunner:
         if self._in_flight is not None and any(wanted.waits for wanted in draws):
             self._in_flight.result()
         errors: dict[int, str] = {}
-        drawn = draw(self._decoder.last_kernels, logits, draws, errors)
+        with current(logits.device):
+            drawn = draw(self._decoder.last_kernels, logits, draws, errors)
         self._feed_back(batch, drawn[0])
         asked = [i for i, wanted in enumerate(draws) if wanted.row.sampling.num_logprobs >= 0]
         raw = logits[torch.tensor(asked).to(logits.device)] if asked else None

@@ -14,6 +14,7 @@ from ..engine.batch import Batch, Chunk, RowStart
 from ..kernels.packed import PackedWeight
 from ..kernels.tiles import Tuned, candidates, fastest
 from ..protocol import SamplingParams
+from .gpu_model import current
 from .gpu_runner import GpuRunner
 from .gpu_weights import Projection
 
@@ -49,7 +50,8 @@ def _measured(product: Projection, rows: int, dtype: torch.dtype, seconds: Secon
 
     def time_of(place: int) -> float:
         product.weight = replace(weight, tuned=Tuned(place, place))
-        return seconds(lambda: product(x))
+        with current(x.device):
+            return seconds(lambda: product(x))
 
     return fastest(len(candidates(rows, dtype.itemsize)), time_of)
 

@@ -115,6 +115,16 @@ def test_show_has_the_sections_of_what_there_is() -> None:
     )
 
 
+def test_show_tells_how_a_loaded_model_is_computed() -> None:
+    answer = {"runtime": {"kernels": {"cuda:0": "triton kernels: cuda:0 has Triton"}, "threads": 2}}
+    assert tables.show_text(answer, verbose=True) == (
+        "  Runtime\n"
+        "    kernels    {'cuda:0': 'triton kernels: cuda:0 has Triton'}\n"
+        "    threads    2\n\n"
+    )
+    assert tables.show_text(answer, verbose=False) == ""
+
+
 @pytest.mark.parametrize(
     ("text", "address"),
     [
