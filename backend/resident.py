@@ -35,7 +35,7 @@ def give_back() -> None:
 
 
 def clean_code(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """The address ranges of code of which not a page was written since it was mapped.
+    """The address ranges of libraries' code and constants that were not written since mapped.
 
     One that was written (a breakpoint, a relocation) would come back without what was written.
     """
@@ -43,7 +43,8 @@ def clean_code(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
     for line in smaps:
         fields = line.split()
         if not fields[0].endswith(":"):
-            is_code = fields[1] == "r-xp" and len(fields) > 5 and fields[5].startswith("/")
+            is_library = len(fields) > 5 and ".so" in fields[5]
+            is_code = is_library and fields[1] in ("r-xp", "r--p")
             begin, _, end = fields[0].partition("-")
             span = (int(begin, 16), int(end, 16)) if is_code else None
         elif fields[0] == "Private_Dirty:" and span is not None:

@@ -108,6 +108,8 @@ async def resumed(
                         if _is_news(news):
                             yield news
                         if news.finished is not None:
+                            if news.finished.reason in ("stop", "length"):
+                                running.completed()
                             return
             except WorkerDied as death:
                 if num_left == 0:

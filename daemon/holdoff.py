@@ -1,7 +1,8 @@
 """A model whose worker keeps dying is not started over and over. Pure: it is given the time.
 
 The first deaths cost nothing: the next request loads again. From the third within `WINDOW_S` on,
-loads are refused for a while that doubles with each death, with the last reason in the error.
+loads are refused for a while that doubles with each death, with the last reason in the error. Each
+answer that was completed takes one death back: a model that works is not one that keeps dying.
 
 Owner: ModelManager, on the event loop. Times in seconds of a monotonic clock.
 """
@@ -30,6 +31,12 @@ class HoldOff:
         """A worker of this model ended unexpectedly."""
         self._deaths[key] = [*self._recent(key, now), now]
         self._reasons[key] = reason
+
+    def worked(self, key: str) -> None:
+        """An answer of this model was completed."""
+        deaths = self._deaths.get(key)
+        if deaths:
+            deaths.pop(0)
 
     def held_s(self, key: str, now: float) -> float:
         """How much longer the model is not to be loaded; 0: it may be."""

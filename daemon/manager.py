@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -246,6 +247,7 @@ class ModelManager:
             self._clock(),
             self._requests,
             lambda: lease.cancel(request.id),
+            lambda: self._hold_off.worked(lease.manifest.digest),
         )
 
     def requests(self) -> list[tuple[RunningRequest, float]]:
@@ -442,6 +444,14 @@ class ModelManager:
         if self._is_idle(entry.key):
             await self._unload(entry, reason, drain_s=0)
 
+    async def tidy(self, digest: str) -> None:
+        """Remove what was derived from a model that is no longer installed: its saved prefixes are
+        its user's conversations. While it is loaded, nothing; the end of its worker comes here."""
+        if digest in self._entries or any(m.digest == digest for m in self._store.list()):
+            return
+        folder = self._store.root / "derived" / digest
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
     async def shutdown(self) -> None:
         """End every worker; running answers may go on for `drain_s`."""
         self._is_closing = True
@@ -494,6 +504,7 @@ class ModelManager:
         if self._keep_alive.num_leases(entry.key) == 0:
             self._keep_alive.forget(entry.key)
         entry.has_left.set()
+        self._start(self.tidy(entry.key))
         self._room.ring()
         self._schedule_expiry()
 

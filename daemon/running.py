@@ -19,7 +19,9 @@ class RunningRequest:
         began_at: float,
         listed: RunningRequests,
         cancel: Callable[[], None],
+        completed: Callable[[], None],
     ) -> None:
+        """`cancel` ends it; `completed` is told when it has come to its own end."""
         self.id = id
         self.model = model
         self.client = client
@@ -29,6 +31,7 @@ class RunningRequest:
         self.is_cancelled = False
         self._listed = listed
         self._cancel = cancel
+        self.completed = completed
 
     def begin(self, output_ids: Sequence[int]) -> None:
         self.output_ids = output_ids

@@ -121,7 +121,8 @@ def _request(
         stop_token_ids=body.stop_token_ids or [],
         shift=False,
         parse=False,
-        client=held.call.client_key,
+        client=held.call.fair_key,
+        priority=options.priority,
         cache_salt=held.call.client_key,
     )
 

@@ -104,9 +104,18 @@ async def show(call: Call) -> None:
         "tensors": facts.tensors,
         "source": manifest.source,
         "template_note": template_note(manifest),
+        "runtime": _runtime(call, manifest),
     }
     answer.update({key: value for key, value in optional.items() if value})
     await call.send_json(answer)
+
+
+def _runtime(call: Call, manifest: Manifest) -> dict[str, Any]:
+    """How a loaded model is computed: its worker's own words. Empty if it is not loaded."""
+    for loaded in call.services.manager.loaded():
+        if loaded.manifest.digest == manifest.digest:
+            return {**loaded.ready.details, "devices": list(loaded.devices)}
+    return {}
 
 
 async def delete(call: Call) -> None:
@@ -114,11 +123,12 @@ async def delete(call: Call) -> None:
     asked = call.decode(NameBody).asked
     name = _name_or(asked, f"name {json.dumps(asked, ensure_ascii=False)} is invalid")
     try:
-        call.services.store.get(name)
+        manifest = call.services.store.get(name)
     except ModelNotFound as error:
         raise NotFound(f"model '{asked}' not found") from error
     await call.services.manager.unload(name)
     await asyncio.to_thread(call.services.store.delete, name)
+    await call.services.manager.tidy(manifest.digest)
     await call.send_empty()
 
 

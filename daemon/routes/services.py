@@ -104,6 +104,10 @@ class Manager(Protocol):
         """What is being answered, and for how many seconds."""
         ...
 
+    async def tidy(self, digest: str) -> None:
+        """Remove what was derived from a model that is no longer installed."""
+        ...
+
     def cancel(self, beginning: str) -> str | None:
         """End the one request whose id begins so. None: there is none, or more than one."""
         ...

@@ -83,7 +83,8 @@ def request_of(held: Held, turn: Turn, options: Options, index: int = 0) -> Gene
         stop_token_ids=list(turn.stop_token_ids),
         truncate=turn.truncate,
         shift=False,  # in these APIs the end of the window ends the answer
-        client=held.call.client_key,
+        client=held.call.fair_key,
+        priority=options.priority,
         cache_salt=held.call.client_key,
     )
 

@@ -1,0 +1,126 @@
+"""What the KV cache costs: nothing at rest, the tokens in use while busy, and chats outlive it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .real_daemon import Daemon, running_daemon, wait_until
+from .test_first_light import store_model
+
+pytestmark = pytest.mark.real_model
+
+MARGIN_BYTES = 300 * 10**6  # what an idle model may hold besides its weights
+GIVEN_BACK_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def stored(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    models = tmp_path_factory.mktemp("models")
+    return models, store_model(models, smollm2_gguf)
+
+
+@pytest.fixture
+def daemon(stored: tuple[Path, str]) -> Iterator[Daemon]:
+    with running_daemon(stored[0], LLMD_KEEP_ALIVE="-1") as daemon:
+        yield daemon
+
+
+def question(model: str, number: int, num_words: int, num_predict: int) -> dict[str, Any]:
+    text = f"Story {number}. " + " ".join(f"{word % 97}" for word in range(num_words))
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "stream": False,
+        "options": {"temperature": 0, "num_predict": num_predict},
+    }
+
+
+def resident_bytes(daemon: Daemon) -> int:
+    (worker,) = daemon.workers()
+    return int(worker.memory_info().rss)
+
+
+def test_memory_follows_the_tokens_and_comes_back(daemon: Daemon, stored: tuple[Path, str]) -> None:
+    model = stored[1]
+    num_chats = 8
+    for num_ctx in (2048, 8192):
+        body = question(model, 0, 5, 2)
+        body["options"]["num_ctx"] = num_ctx
+        daemon.post("/api/chat", body)
+    weights = daemon.ps()[0]["weights_bytes"]
+    wait_until(lambda: daemon.ps()[0]["kv"]["bytes"] == 0, "an idle cache to be given back")
+    before = resident_bytes(daemon)
+    assert before <= weights + MARGIN_BYTES, (before, weights)
+    pid = daemon.workers()[0].pid
+
+    with ThreadPoolExecutor(num_chats) as pool:
+        bodies = [question(model, number, 300, 8) for number in range(num_chats)]
+        answers = [pool.submit(daemon.post, "/api/chat", body, 300) for body in bodies]
+        most = 0
+        while not all(answer.done() for answer in answers):
+            most = max(most, resident_bytes(daemon))
+            time.sleep(0.02)
+        tokens = sum(answer.result()["prompt_eval_count"] for answer in answers)
+    grown = most - before
+    assert grown > 0.5 * tokens * daemon.ps()[0]["kv"]["bytes_per_token"], (grown, tokens)
+
+    ended = time.monotonic()
+    wait_until(lambda: resident_bytes(daemon) <= 1.05 * before, "memory to come back", 30)
+    took_s = time.monotonic() - ended
+    busy = psutil.getloadavg()[0] > 1.5
+    assert took_s < GIVEN_BACK_S or busy, took_s
+    assert daemon.workers()[0].pid == pid
+
+
+def test_a_chat_outlives_its_worker_and_damaged_files_do_not_matter(
+    daemon: Daemon, stored: tuple[Path, str]
+) -> None:
+    models, model = stored
+    first = question(model, 77, 800, 4)
+    cold = daemon.post("/api/chat", first, 300)
+    assert cold["prompt_eval_count"] > 1500
+    second = {
+        **first,
+        "messages": [
+            *first["messages"],
+            cold["message"],
+            {"role": "user", "content": "And then?"},
+        ],
+    }
+    daemon.post("/api/generate", {"model": model, "keep_alive": 0})
+    wait_until(lambda: not daemon.workers(), "the worker to end")
+    warm = daemon.post("/api/chat", second, 300)
+    assert warm["llmd"]["cached_tokens"] > 1400
+    assert warm["prompt_eval_duration"] <= 0.25 * cold["prompt_eval_duration"]
+
+    daemon.post("/api/generate", {"model": model, "keep_alive": 0})
+    wait_until(lambda: not daemon.workers(), "the worker to end")
+    files = [path for path in (models / "derived").rglob("prefixes/*/*") if path.is_file()]
+    assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)
+    for number, path in enumerate(sorted(files)):
+        raw = bytearray(path.read_bytes())
+        if number % 2:
+            raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw if number % 2 else raw[:1000])
+    again = daemon.post("/api/chat", second, 300)
+    assert again["message"] == warm["message"]
+    assert again.get("llmd", {}).get("cached_tokens", 0) == 0
+
+
+def test_a_worker_that_is_killed_leaves_what_was_saved(
+    daemon: Daemon, stored: tuple[Path, str]
+) -> None:
+    body = question(stored[1], 5, 200, 2)
+    daemon.post("/api/chat", body)
+    wait_until(lambda: daemon.ps()[0]["kv"]["bytes"] == 0, "an idle cache to be given back")
+    daemon.workers()[0].send_signal(signal.SIGKILL)
+    wait_until(lambda: not daemon.ps(), "the death to be noticed")
+    assert daemon.post("/api/chat", body)["llmd"]["cached_tokens"] > 300
