@@ -82,6 +82,7 @@ class PromptBuilder:
             rendered = self._with_suffix(request)
             ids = self.encode(rendered, request.add_bos)
         ids = [*self.checked(request.context_ids), *ids]
+        self.checked(list(request.sampling.logit_bias))
         fitted = self._fit(request, ids, limit, window)
         if not fitted:
             raise RequestRefused(

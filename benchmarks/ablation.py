@@ -1,21 +1,27 @@
 """What each idea of the scheduler is worth: one trace, one engine, four ways to hold memory.
 
-    static    a batch is filled, runs to its last token, then the next; 2,048 slots reserved each
+    static    a batch is filled, runs to its last token, then the next; a reservation for each
     orca      a slot is refilled as soon as it is free (Yu et al., OSDI 2022); the same reservation
     paged     blocks as tokens come (Kwon et al., SOSP 2023)
     shared    paged, and equal prefixes are held and computed once
 
-The Scheduler, the BlockPool and the Engine are the real ones; the model is a clock. A step takes
-the longer of reading the weights and doing the arithmetic, then the reading of the KV cache, then a
-fixed overhead. A reservation is a gate before the engine: as many sequences as whole reservations
-fit. Without `shared` every sequence has a cache salt of its own.
+The Scheduler, the BlockPool and the Engine are the real ones. A reservation, of the longest
+sequence there may be, is a gate before the engine: as many sequences as whole reservations fit.
+Without `shared` every sequence has a cache salt of its own.
 
 Lengths are log-normal with the means that the paper gives for ShareGPT (161 in, 338 out), arrivals
-Poisson. A rate is *sustained* if the mean normalised latency (seconds from arrival to last token,
-per output token) stays within the bound. Trace "system" puts one of eight system prompts before
-each prompt, of 341 tokens as the paper's five-shot prefix.
+Poisson. Trace "system" puts one of eight system prompts before each prompt, of 341 tokens as the
+paper's five-shot prefix; "plain" does not.
+
+    simulated   the model is a clock (simulator.py) at the paper's sizes; a rate is *sustained* if
+                the mean normalised latency (seconds from arrival to last token, per output token)
+                stays within the bound
+    --real      a real model on this CPU, lengths a quarter as long, all at once: requests per
+                second at saturation. A clock is fitted to the steps of one of the four runs, and
+                says beforehand what the other three will do
 
     python -m llmd.benchmarks.ablation --out benchmarks/results/ablation-simulator.md
+    python -m llmd.benchmarks.ablation --real MODEL.gguf --out benchmarks/results/ablation-cpu.md
 """
 
 from __future__ import annotations
@@ -23,48 +29,50 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ..backend.engine.batch import Batch, StepResult
 from ..backend.engine.engine import Engine
 from ..backend.engine.scheduler import Scheduler, SchedulerConfig
 from ..backend.engine.sequence import EngineRequest
+from ..backend.protocol import SamplingParams
+from .simulator import Fitted, Machine, Observation, Roofline, SimulatedRunner, num_kv_tokens
 
-RESERVED = 2048  # tokens: the model's longest sequence
-BLOCK_SIZE = 16
 POLICIES = ("static", "orca", "paged", "shared")
 LATENCY_BOUND_S = 0.2  # per output token; beyond the knee of every curve
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """A GPU with a model on it, as a step sees it."""
+class Setting:
+    """How much memory there is, and how long the sequences are."""
 
-    name: str
-    weights_bytes: float
-    bytes_per_s: float
-    flops: float  # reached, not peak
-    flop_per_token: float
-    kv_bytes_per_token: float
     kv_slots: int  # tokens
-    overhead_s: float = 0.003
+    reserved: int  # tokens: the longest sequence
+    block_size: int
+    mean_prompt: int
+    mean_output: int
+    system_prompt: int
+    max_num_seqs: int = 256
 
-    def step_s(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """Seconds of one step."""
-        reading = self.weights_bytes / self.bytes_per_s
-        computing = num_tokens * self.flop_per_token / self.flops
-        kv = num_kv_tokens * self.kv_bytes_per_token / self.bytes_per_s
-        return max(reading, computing) + kv + self.overhead_s
+    @property
+    def longest(self) -> int:
+        """Of one prompt, and of one output."""
+        return (self.reserved - self.system_prompt) // 2
 
 
 # 13B parameters in 16 bit; 40 layers of 5120: 0.8 MB of KV per token. The A100 has 40 GB of which
 # 12 hold KV (the paper's table 1); the H200 has 141 GB, about 100 of them for KV.
 MACHINES = {
-    "a100": Machine("A100 40 GB, 13B", 26e9, 1.4e12, 156e12, 26e9, 0.82e6, 15_700),
-    "h200": Machine("H200 141 GB, 13B", 26e9, 4.3e12, 500e12, 26e9, 0.82e6, 122_000),
+    "a100": (Roofline("A100 40 GB, 13B", 26e9, 1.4e12, 156e12, 26e9, 0.82e6), 15_700),
+    "h200": (Roofline("H200 141 GB, 13B", 26e9, 4.3e12, 500e12, 26e9, 0.82e6), 122_000),
 }
+PAPER = {"reserved": 2048, "block_size": 16, "mean_prompt": 161, "mean_output": 338}
+CPU = Setting(4096, 512, 32, 40, 84, 85, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,60 +89,78 @@ class Outcome:
     latency_s: float  # mean, normalised by output tokens
     real_share: float  # of the memory held while others wait: slots with a token in them
     preemptions: int
+    requests_per_s: float
+    tokens_per_s: float
 
 
-class SimulatedRunner:
-    """Draws meaningless ids and lets time pass."""
+class TimedRunner(Protocol):
+    """A runner that knows how much time its steps have taken; waiting takes none."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    now: float
+
+    def execute(self, batch: Batch) -> StepResult: ...
+
+
+class MeasuredRunner:
+    """A real runner; its clock adds up what its steps took."""
+
+    def __init__(self, runner: TimedRunner) -> None:
+        self._runner = runner
         self.now = 0.0
-
-    def clock(self) -> float:
-        return self.now
+        self.steps: list[Observation] = []
 
     def execute(self, batch: Batch) -> StepResult:
-        kv = sum(chunk.start + chunk.num_tokens for chunk in batch.chunks)
-        self.now += self.machine.step_s(batch.num_tokens, kv)
-        ids = tuple(
-            ((batch.step * 31 + chunk.row) % 50_000,) if chunk.samples else ()
-            for chunk in batch.chunks
-        )
-        return StepResult(batch.step, ids)
+        began = time.perf_counter()
+        result = self._runner.execute(batch)
+        seconds = time.perf_counter() - began
+        self.now += seconds
+        self.steps.append(Observation(batch.num_tokens, num_kv_tokens(batch), seconds))
+        return result
 
 
-def make_trace(seed: int, count: int, rate: float, has_system_prompt: bool) -> list[Arrival]:
+def make_trace(
+    setting: Setting, seed: int, count: int, rate: float, has_system_prompt: bool
+) -> list[Arrival]:
     """The same lengths for every rate; only the arrivals are closer together."""
     rng = random.Random(seed)
-    heads = [tuple(rng.randrange(50_000) for _ in range(341)) for _ in range(8)]
+    heads = [_ids(rng, setting.system_prompt) for _ in range(8)]
     trace: list[Arrival] = []
     now = 0.0
     for _ in range(count):
         now += rng.expovariate(1.0) / rate
-        prompt = tuple(rng.randrange(50_000) for _ in range(_length(rng, 161)))
+        prompt = _ids(rng, _length(rng, setting.mean_prompt, setting.longest))
         head = rng.choice(heads)
         token_ids = (*head, *prompt) if has_system_prompt else prompt
-        trace.append(Arrival(now, token_ids, _length(rng, 338)))
+        trace.append(Arrival(now, token_ids, _length(rng, setting.mean_output, setting.longest)))
     return trace
 
 
-def _length(rng: random.Random, mean: int) -> int:
+def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1000, 40_000) for _ in range(count))
+
+
+def _length(rng: random.Random, mean: int, longest: int) -> int:
     sigma = 0.9
-    return max(1, min(int(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)), 1024))
+    drawn = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+    return max(1, min(int(drawn), longest))
 
 
-class Simulation:
+class Serving:
     """One policy serves one trace."""
 
-    def __init__(self, machine: Machine, policy: str, trace: list[Arrival]) -> None:
-        self._runner = SimulatedRunner(machine)
-        self._num_blocks = machine.kv_slots // BLOCK_SIZE
-        config = SchedulerConfig(self._num_blocks, BLOCK_SIZE, 256, 2048)
+    def __init__(
+        self, runner: TimedRunner, setting: Setting, policy: str, trace: list[Arrival]
+    ) -> None:
+        self._runner = runner
+        self._setting = setting
+        config = SchedulerConfig(
+            setting.kv_slots // setting.block_size, setting.block_size, setting.max_num_seqs, 2048
+        )
         self._scheduler = Scheduler(config)
-        self._engine = Engine(self._scheduler, self._runner, self._runner.clock)
+        self._engine = Engine(self._scheduler, runner, lambda: runner.now)
         self._policy = policy
         self._reserves = policy in ("static", "orca")
-        self._gate = machine.kv_slots // RESERVED if self._reserves else len(trace)
+        self._gate = setting.kv_slots // setting.reserved if self._reserves else len(trace)
         self._arrivals = deque(enumerate(trace))
         self._queue: deque[tuple[int, Arrival]] = deque()
         self._live: dict[str, Arrival] = {}
@@ -142,6 +168,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Serve all of it."""
         latencies: list[float] = []
+        num_tokens = 0
         held = real = 0.0
         while self._arrivals or self._queue or self._live:
             self._let_in()
@@ -151,11 +178,17 @@ class Simulation:
                 held += slots
                 real += tokens
             for output in outputs:
+                num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     arrival = self._live.pop(output.id)
                     latencies.append((self._runner.now - arrival.at) / arrival.num_outputs)
-        latency = sum(latencies) / len(latencies)
-        return Outcome(latency, real / held if held else 0.0, self._engine.stats().preemptions)
+        return Outcome(
+            latency_s=sum(latencies) / len(latencies),
+            real_share=real / held if held else 0.0,
+            preemptions=self._engine.stats().preemptions,
+            requests_per_s=len(latencies) / self._runner.now,
+            tokens_per_s=num_tokens / self._runner.now,
+        )
 
     def _let_in(self) -> None:
         if not self._live and not self._queue and self._arrivals:
@@ -168,31 +201,36 @@ class Simulation:
             index, arrival = self._queue.popleft()
             id = str(index)
             self._live[id] = arrival
-            salt = "" if self._policy == "shared" else id
             self._engine.add(
                 EngineRequest(
                     id,
                     arrival.token_ids,
                     len(arrival.token_ids),
                     arrival.num_outputs,
-                    cache_salt=salt,
+                    SamplingParams(temperature=0),
+                    cache_salt="" if self._policy == "shared" else id,
                 )
             )
 
     def _memory(self) -> tuple[int, int]:
         """Slots that are held, and those of them with a token inside."""
-        in_use = self._scheduler.pool.num_in_use * BLOCK_SIZE
+        in_use = self._scheduler.pool.num_in_use * self._setting.block_size
         real = in_use - self._scheduler.num_unused_slots
-        return (len(self._live) * RESERVED if self._reserves else in_use), real
+        held = len(self._live) * self._setting.reserved if self._reserves else in_use
+        return held, real
+
+
+# ----------------------------------------------------------------------- simulated
 
 
 def sustained_rate(
-    machine: Machine, policy: str, seed: int, count: int, has_system_prompt: bool
+    machine: Machine, setting: Setting, policy: str, seed: int, count: int, has_system_prompt: bool
 ) -> tuple[float, Outcome]:
     """The highest rate within the bound, to 8 %, and the outcome at one and a half times it."""
 
     def outcome(rate: float) -> Outcome:
-        return Simulation(machine, policy, make_trace(seed, count, rate, has_system_prompt)).run()
+        trace = make_trace(setting, seed, count, rate, has_system_prompt)
+        return Serving(SimulatedRunner(machine), setting, policy, trace).run()
 
     low = 0.1
     while outcome(2 * low).latency_s <= LATENCY_BOUND_S:
@@ -206,18 +244,19 @@ def sustained_rate(
     return low, outcome(1.5 * low)
 
 
-def table(machine: Machine, seed: int, count: int, has_system_prompt: bool) -> str:
+def simulated_table(
+    machine: Machine, setting: Setting, seed: int, count: int, has_system_prompt: bool
+) -> str:
     """One table in Markdown."""
-    name = "system" if has_system_prompt else "plain"
     lines = [
-        f"### {machine.name}, trace {name}",
+        f"### {machine.name}, trace {'system' if has_system_prompt else 'plain'}",
         "",
         "| policy | sustained req/s | × static | × orca | KV held that is real | preemptions |",
         "|---|---|---|---|---|---|",
     ]
     rates: dict[str, float] = {}
     for policy in POLICIES:
-        rate, full = sustained_rate(machine, policy, seed, count, has_system_prompt)
+        rate, full = sustained_rate(machine, setting, policy, seed, count, has_system_prompt)
         rates[policy] = rate
         against = [f"{rate / rates[base]:.1f}" if base in rates else "" for base in POLICIES[:2]]
         lines.append(
@@ -228,23 +267,104 @@ def table(machine: Machine, seed: int, count: int, has_system_prompt: bool) -> s
     return "\n".join(lines)
 
 
-def main() -> None:
+def simulate(options: argparse.Namespace) -> str:
+    machine, kv_slots = MACHINES[options.machine]
+    setting = Setting(kv_slots=kv_slots, system_prompt=341, **PAPER)
+    tables = [
+        simulated_table(machine, setting, options.seed, options.requests, has_system_prompt)
+        for has_system_prompt in (False, True)
+    ]
+    return (
+        f"# Ablation, simulated\n\n`python -m llmd.benchmarks.ablation --machine "
+        f"{options.machine} --requests {options.requests} --seed {options.seed}`. Mean "
+        f"normalised latency ≤ {LATENCY_BOUND_S} s per output token; memory and preemptions "
+        "at 1.5 times the sustained rate. The step times are those of a cost model of the "
+        "machine's data sheet; how near such a model comes to a real machine: ablation-cpu.md."
+        "\n\n" + "\n\n".join(tables) + "\n"
+    )
+
+
+# ------------------------------------------------------------------------ measured
+
+
+def measured_table(
+    runner: TimedRunner, setting: Setting, seed: int, count: int, has_system_prompt: bool
+) -> str:
+    """All policies on the real runner, and what the clock fitted to the paged run says of them."""
+    trace = make_trace(setting, seed, count, 1e6, has_system_prompt)
+    outcomes: dict[str, Outcome] = {}
+    steps: list[Observation] = []
+    for policy in ("paged", "static", "orca", "shared"):
+        measured = MeasuredRunner(runner)
+        outcomes[policy] = Serving(measured, setting, policy, trace).run()
+        if policy == "paged":
+            steps = measured.steps
+        print(policy, outcomes[policy], flush=True)
+    machine = Fitted.from_steps("this CPU", steps)
+    lines = [
+        f"### Trace {'system' if has_system_prompt else 'plain'}",
+        "",
+        "| policy | req/s | tok/s | × static | × orca | KV held that is real | preemptions "
+        "| req/s, simulated | off by |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for policy in POLICIES:
+        real = outcomes[policy]
+        clock = Serving(SimulatedRunner(machine), setting, policy, trace).run()
+        against = [real.requests_per_s / outcomes[base].requests_per_s for base in POLICIES[:2]]
+        off = clock.requests_per_s / real.requests_per_s - 1
+        fitted = " (fitted to it)" if policy == "paged" else ""
+        lines.append(
+            f"| {policy} | {real.requests_per_s:.2f} | {real.tokens_per_s:.0f} "
+            f"| {against[0]:.2f} | {against[1]:.2f} | {real.real_share:.1%} | {real.preemptions} "
+            f"| {clock.requests_per_s:.2f} | {off:+.1%}{fitted} |"
+        )
+        print(lines[-1], flush=True)
+    lines.append(
+        f"\nThe fitted step: {machine.fixed_s * 1e3:.2f} ms, {machine.token_s * 1e6:.0f} µs per "
+        f"token, {machine.kv_token_s * 1e9:.0f} ns per token of KV."
+    )
+    return "\n".join(lines)
+
+
+def measure(options: argparse.Namespace) -> str:
+    # Only here: the simulator needs no torch.
+    from ..backend.models.checkpoint import open_checkpoint
+    from ..backend.protocol import Load, ModelFile
+    from ..backend.runner.model_runner import ModelRunner
+
+    files = [ModelFile(options.real.name, "weights", str(options.real))]
+    load = Load("ablation", "ablation", files, context_length=CPU.reserved)
+    runner = ModelRunner(open_checkpoint(files), load, lambda share, stage: None)
+    warm = make_trace(CPU, 99, 8, 1e6, False)
+    Serving(MeasuredRunner(runner), CPU, "paged", warm).run()  # type: ignore[arg-type]
+    tables = [
+        measured_table(runner, CPU, options.seed, options.requests, has_system_prompt)  # type: ignore[arg-type]
+        for has_system_prompt in (False, True)
+    ]
+    return (
+        f"# Ablation, measured on a CPU\n\n`python -m llmd.benchmarks.ablation --real "
+        f"{options.real.name} --requests {options.requests} --seed {options.seed}`: kernels "
+        f"{runner.details['kernels']}, {runner.details['threads']} threads; {CPU.kv_slots} slots "
+        f"of KV cache, reservations of {CPU.reserved}, prompts of {CPU.mean_prompt} and outputs of "
+        f"{CPU.mean_output} tokens in the mean, all there at once; seconds are those of the steps."
+        "\n\n" + "\n\n".join(tables) + "\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, run, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--machine", choices=sorted(MACHINES), default="a100")
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--real", type=Path, help="a GGUF to run on this CPU")
+    parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    machine = MACHINES[options.machine]
-    tables = [table(machine, options.seed, options.requests, system) for system in (False, True)]
+    options = parser.parse_args(arguments)
+    options.requests = options.requests or (64 if options.real else 1000)
+    text = measure(options) if options.real else simulate(options)
     if options.out:
-        text = (
-            f"# Ablation, simulated\n\n`python -m llmd.benchmarks.ablation --machine "
-            f"{options.machine} --requests {options.requests} --seed {options.seed}`. Mean "
-            f"normalised latency ≤ {LATENCY_BOUND_S} s per output token; memory and preemptions "
-            "at 1.5 times the sustained rate. The step times are a cost model, not measured.\n\n"
-        )
-        options.out.write_text(text + "\n\n".join(tables) + "\n", encoding="utf-8")
+        options.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

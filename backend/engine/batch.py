@@ -18,6 +18,29 @@ from ..protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class BlockGroups:
+    """The blocks of one span of `block_size` tokens: one for each group of layers.
+
+    A model whose layers all see everything has one group, and a span is a block. Layers that see
+    only a window hold blocks of their own, which are given back when the window has passed; so that
+    one pool serves all, the layers are dealt into groups of equally many. Ids of a span stand
+    together in `Chunk.new_blocks`, the groups that see everything first.
+    """
+
+    num_full: int = 1
+    num_windowed: int = 0
+    window: int = 0  # tokens that a windowed layer sees, the own one included
+    # False: blocks do not hold all that a sequence is. Other layers remember it in a state of their
+    # own, so that no prefix is found again and no block is copied.
+    is_shareable: bool = True
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks of a span."""
+        return self.num_full + self.num_windowed
+
+
+@dataclass(frozen=True, slots=True)
 class RowStart:
     """A sequence gets a row. Whatever the row held before is gone."""
 
@@ -42,7 +65,9 @@ class Chunk:
     start: int  # tokens computed before this step
     num_tokens: int  # >= 1, drafts not included
     draft_ids: tuple[int, ...] = ()
-    new_blocks: tuple[int, ...] = ()  # appended to the row's block table before the step
+    # Appended to the row's block table before the step: whole spans, see BlockGroups. Where the
+    # window has passed, a windowed group's place names some block; nobody reads it.
+    new_blocks: tuple[int, ...] = ()
     samples: bool = False  # the chunk reaches the last known token, so a token is drawn
 
 

@@ -57,6 +57,11 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
+def group_key(key: bytes, group: int) -> bytes:
+    """Names the block of one group of layers in the span that `key` names."""
+    return key + bytes([group]) if group else key
+
+
 class BlockPool:
     """Hands out block ids, counts who holds them, and finds them again by content."""
 

@@ -6,9 +6,11 @@ they stood before; what followed then is proposed now, and the runner verifies a
 prompt lookup for the draft model). A draft is kept only while the token drawn equals it, and the
 noise of a draw belongs to its position; so the text is the same with and without drafts.
 
-Each token costs one dictionary entry. How many are proposed adapts: doubled when all were right,
-halved when none was; at none the drafter pauses, twice as long each time, so that text which does
-not repeat pays next to nothing.
+Each token costs one dictionary entry. How many are proposed follows from two numbers: the chance
+that one more is right, learnt from those before, and what one more row costs the step, learnt by
+the scheduler (step_time). A draft is added as long as it brings more tokens per second than the
+step has without it. Where not even the first one does, the drafter pauses, twice as long each time,
+so that text which does not repeat pays next to nothing.
 
 Owner: the Scheduler; one Drafter per decoding sequence, made when it first decodes.
 """
@@ -18,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NGRAM = 3  # shorter ones agree by chance, longer ones miss the first tokens of a copy
-FIRST_SIZE = 4
+FIRST_CHANCE = 0.7  # of a draft, before anything is known
+SECOND_CHANCE = 0.5  # after a pause
+LEARNING = 0.2  # weight of the newest draft in the chance
 FIRST_PAUSE = 16  # tokens
 MAX_PAUSE = 512
 
@@ -32,40 +36,59 @@ class Drafter:
         # that ends before the last token; `_num_indexed` tokens have been looked at as ends.
         self._follows: dict[tuple[int, ...], int] = {}
         self._num_indexed = NGRAM - 1
-        self._size = min(FIRST_SIZE, max_drafts)
+        self._chance = FIRST_CHANCE
         self._pause = FIRST_PAUSE
         self._resume_at = 0
 
     def __repr__(self) -> str:
-        return f"<Drafter of {self._size}, {len(self._follows)} n-grams>"
+        return f"<Drafter, {self._chance:.0%} right, {len(self._follows)} n-grams>"
 
-    def propose(self, token_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens that may follow; often none."""
+    def propose(
+        self, token_ids: Sequence[int], limit: int, row_cost: float = 0.0
+    ) -> tuple[int, ...]:
+        """Up to `limit` tokens that may follow; often none.
+
+        `row_cost` is what a draft's row adds to the step, in the time of a token without drafts.
+        """
         if limit < 1 or self.is_pausing(len(token_ids)):
             return ()
         self._index(token_ids)
         start = self._follows.get(tuple(token_ids[-NGRAM:]))
         if start is None:
             return ()
+        count = self._worthwhile(limit, row_cost)
+        if count == 0:
+            self._rest(len(token_ids))
         period = len(token_ids) - start  # a loop goes round once more than was seen
-        count = min(limit, self._size)
         return tuple(token_ids[start + offset % period] for offset in range(count))
 
     def is_pausing(self, num_tokens: int) -> bool:
         """With so many tokens known it would propose nothing."""
         return num_tokens < max(self._resume_at, NGRAM + 1)
 
-    def record(self, num_proposed: int, num_accepted: int, num_tokens: int) -> None:
-        """The runner agreed with so many of them; the sequence has `num_tokens` tokens now."""
-        if num_accepted == num_proposed:
-            self._size = min(max(2 * self._size, 1), self._max_drafts)
+    def record(self, num_proposed: int, num_accepted: int) -> None:
+        """The runner agreed with so many of them."""
+        self._chance = 1 - (1 - self._chance) * (1 - LEARNING) ** num_accepted
+        if num_accepted < num_proposed:
+            self._chance *= 1 - LEARNING
+        else:
             self._pause = FIRST_PAUSE
-        elif num_accepted == 0:
-            self._size //= 2
-            if self._size == 0:
-                self._size = 1
-                self._resume_at = num_tokens + self._pause
-                self._pause = min(2 * self._pause, MAX_PAUSE)
+
+    def _worthwhile(self, limit: int, row_cost: float) -> int:
+        """Drafts to try: each brings its chance in tokens, and costs its row in time."""
+        tokens = time = chance = 1.0
+        count = 0
+        while count < min(limit, self._max_drafts):
+            chance *= self._chance
+            if chance * time <= row_cost * tokens:
+                break
+            tokens, time, count = tokens + chance, time + row_cost, count + 1
+        return count
+
+    def _rest(self, num_tokens: int) -> None:
+        self._resume_at = num_tokens + self._pause
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        self._chance = SECOND_CHANCE
 
     def _index(self, token_ids: Sequence[int]) -> None:
         # The last token is no end yet: nothing follows it.

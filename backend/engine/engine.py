@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .batch import Batch, Logprobs, Pending, PipelinedRunner, Runner, StepResult
-from .block_pool import block_key, root_key
+from .block_pool import block_key, group_key, root_key
 from .scheduler import MAX_IN_FLIGHT, Advance, Scheduler, Unservable
 from .sequence import EngineRequest
 
@@ -60,6 +60,7 @@ class EngineStats:
     cached_tokens: int
     output_tokens: int
     preemptions: int
+    blocks_left_behind: int = 0  # given back because a layer's window had passed them
 
 
 class Engine:
@@ -170,7 +171,8 @@ class Engine:
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks so many tokens fill."""
-        return -(-num_tokens // self._scheduler.config.block_size)
+        tables = self._scheduler.tables
+        return tables.growth(0, tables.num_spans(num_tokens))
 
     def prefix_keys(self, token_ids: Sequence[int], adapter: str, salt: str) -> list[bytes]:
         """The names of the full blocks that a prompt could take from the prefix cache.
@@ -182,7 +184,7 @@ class Engine:
         keys: list[bytes] = []
         for end in range(config.block_size, len(token_ids), config.block_size):
             key = block_key(key, token_ids[end - config.block_size : end])
-            keys.append(key)
+            keys += [group_key(key, group) for group in range(config.groups.num_groups)]
         return keys
 
     def knows(self, key: bytes) -> bool:
@@ -221,6 +223,7 @@ class Engine:
             cached_tokens=self._scheduler.num_cached_tokens,
             output_tokens=self._num_output_tokens,
             preemptions=self._scheduler.num_preemptions,
+            blocks_left_behind=self._scheduler.tables.num_left_behind,
         )
 
     def check(self) -> None:

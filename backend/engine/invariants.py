@@ -17,6 +17,7 @@ state: I5, I11 to I14, I16 and I18 are watched in tests/backend/engine_watch.py.
     I15  between none and all of the memory is in use; none, if nobody runs
     I17  steps and rows keep their limits, and a sequence is in one list
     I19  nobody is preempted more often than the rule allows
+    I20  a windowed group holds all that the next token needs, and nothing older
 
 The numbers are those of issue 2. The costs are those of a test: all sequences, in pairs.
 """
@@ -28,8 +29,8 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from .block_pool import block_key, root_key
-from .sequence import MAX_PREEMPTIONS, Sequence, Status
+from .block_pool import block_key, group_key, root_key
+from .sequence import MAX_PREEMPTIONS, Sequence, Span, Status
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -57,7 +58,7 @@ def i1_free_and_held_blocks_are_all(scheduler: Scheduler) -> None:
 
 
 def i2_references_are_the_tables_that_hold_a_block(scheduler: Scheduler) -> None:
-    holders = Counter(block for seq in scheduler._running for block in seq.block_table)
+    holders = Counter(block for seq in scheduler._running for block in seq.block_ids)
     for block_id, count in enumerate(scheduler.pool._ref_counts):
         assert count == holders[block_id], (
             f"I2: block {block_id} counts {count}, {holders[block_id]} tables hold it"
@@ -86,12 +87,15 @@ def i6_a_key_says_what_each_holders_tokens_say(scheduler: Scheduler) -> None:
     for sequence in scheduler._running:
         own_keys = _keys_of(scheduler, sequence)
         assert own_keys == sequence.block_keys, f"I6: the keys of {sequence!r} are not its tokens'"
-        for index, block_id in enumerate(sequence.block_table):
-            key = scheduler.pool._keys[block_id]
-            if key is not None:
+        for index, span in enumerate(sequence.block_table):
+            for block_id, group in _with_groups(scheduler, span):
+                key = scheduler.pool._keys[block_id]
+                if key is None:
+                    continue
                 is_full = (index + 1) * size <= sequence.num_computed
                 assert is_full, f"I6: block {block_id} has a key before it is full"
-                assert key == own_keys[index], f"I6: block {block_id} has the key of other tokens"
+                own = group_key(own_keys[index], group)
+                assert key == own, f"I6: block {block_id} has the key of other tokens"
 
 
 def i7_what_is_written_has_one_holder_and_no_key(scheduler: Scheduler) -> None:
@@ -100,8 +104,8 @@ def i7_what_is_written_has_one_holder_and_no_key(scheduler: Scheduler) -> None:
         for chunk, (sequence, life) in zip(in_flight.batch.chunks, in_flight.members, strict=True):
             if sequence.status is not Status.RUNNING or sequence.num_lives != life:
                 continue
-            count = chunk.num_tokens + len(chunk.draft_ids)
-            for slot in _slots(scheduler, sequence, chunk.start, count):
+            end = chunk.start + chunk.num_tokens + len(chunk.draft_ids)
+            for slot in _slots(scheduler, sequence, chunk.start, end):
                 block_id = slot // scheduler.config.block_size
                 holders = scheduler.pool.ref_count(block_id)
                 assert holders == 1, f"I7: block {block_id} is written to, {holders} hold it"
@@ -114,22 +118,24 @@ def i7_what_is_written_has_one_holder_and_no_key(scheduler: Scheduler) -> None:
 def i8_a_table_holds_what_is_planned(scheduler: Scheduler) -> None:
     for sequence in scheduler._running:
         held = len(sequence.block_table)
-        least = scheduler._blocks_for(sequence.num_planned)
-        most = scheduler._blocks_for(sequence.num_tokens + scheduler.config.max_drafts + 1)
-        assert least <= held <= most, f"I8: {sequence!r} needs {least} to {most} blocks"
-        assert len(set(sequence.block_table)) == held, f"I8: {sequence!r} holds a block twice"
+        least = scheduler.tables.num_spans(sequence.num_planned)
+        most = scheduler.tables.num_spans(sequence.num_tokens + scheduler.config.max_drafts + 1)
+        assert least <= held <= most, f"I8: {sequence!r} needs {least} to {most} spans"
+        ids = sequence.block_ids
+        assert len(set(ids)) == len(ids), f"I8: {sequence!r} holds a block twice"
     for sequence in scheduler._waiting:
         assert not sequence.block_table, f"I8: {sequence!r} waits and holds blocks"
 
 
 def i9_a_prefix_found_leaves_a_token_to_compute(scheduler: Scheduler) -> None:
     for sequence in _live(scheduler):
-        hits = scheduler._find_prefix(sequence)
+        hits = scheduler.tables.find_prefix(sequence)
         num_tokens = len(hits) * scheduler.config.block_size
         assert num_tokens <= sequence.num_tokens - 1, f"I9: {sequence!r} finds all its tokens"
-        keys = [scheduler.pool._keys[block_id] for block_id in hits]
-        expected = _keys_of(scheduler, sequence)[: len(hits)]
-        assert keys == expected, f"I9: {sequence!r} finds blocks that are not its prefix in order"
+        for span, key in zip(hits, _keys_of(scheduler, sequence), strict=False):
+            for block_id, group in _with_groups(scheduler, span):
+                is_own = scheduler.pool._keys[block_id] == group_key(key, group)
+                assert is_own, f"I9: {sequence!r} finds blocks that are not its prefix in order"
         has_progress = 0 <= sequence.num_computed <= sequence.num_planned
         assert has_progress, f"I9: {sequence!r} has planned less than it has computed"
         assert sequence.num_uncomputed >= 1, f"I9: {sequence!r} has nothing left to compute"
@@ -137,10 +143,11 @@ def i9_a_prefix_found_leaves_a_token_to_compute(scheduler: Scheduler) -> None:
 
 def i10_prefixes_are_shared_by_equals_only(scheduler: Scheduler) -> None:
     size = scheduler.config.block_size
-    found = [(sequence, scheduler._find_prefix(sequence)) for sequence in _live(scheduler)]
+    found = [(sequence, scheduler.tables.find_prefix(sequence)) for sequence in _live(scheduler)]
+    is_windowed = scheduler.config.groups.num_windowed > 0
     for (one, hits), (other, others) in combinations(found, 2):
         if _owner(one) != _owner(other):
-            assert not set(hits) & set(others), f"I10: {one!r} and {other!r} share across owners"
+            assert not _ids(hits) & _ids(others), f"I10: {one!r} and {other!r} share across owners"
             continue
         equal = 0
         while equal < min(one.num_tokens, other.num_tokens) and (
@@ -148,8 +155,10 @@ def i10_prefixes_are_shared_by_equals_only(scheduler: Scheduler) -> None:
         ):
             equal += 1
         common = min(equal // size, (one.num_tokens - 1) // size, (other.num_tokens - 1) // size)
-        assert hits[:common] == others[:common], f"I10: {one!r} and {other!r} find other blocks"
-        assert not set(hits[common:]) & set(others[common:]), (
+        # The window of one may be gone where that of the other is there.
+        is_same = is_windowed or hits[:common] == others[:common]
+        assert is_same, f"I10: {one!r} and {other!r} find other blocks"
+        assert not _ids(hits[common:]) & _ids(others[common:]), (
             f"I10: {one!r} and {other!r} share blocks of unequal tokens"
         )
 
@@ -187,6 +196,20 @@ def i19_nobody_is_preempted_too_often(scheduler: Scheduler) -> None:
         assert count <= MAX_PREEMPTIONS, f"I19: {sequence!r} was preempted {count} times"
 
 
+def i20_a_windowed_group_holds_its_window(scheduler: Scheduler) -> None:
+    groups = scheduler.config.groups
+    for sequence in scheduler._running:
+        for index, span in enumerate(sequence.block_table):
+            is_behind = index < sequence.num_behind
+            expected = groups.num_full if is_behind else groups.num_groups
+            assert len(span) == expected, f"I20: {sequence!r} holds {span} at {index}"
+        if groups.num_windowed:
+            needed = scheduler.tables.first_needed(sequence.num_computed)
+            behind = sequence.num_behind
+            assert behind <= needed, f"I20: {sequence!r} lacks what its next token needs"
+            assert behind >= needed - 1, f"I20: {sequence!r} holds what its window has passed"
+
+
 def _live(scheduler: Scheduler) -> Iterator[Sequence]:
     yield from scheduler._waiting
     yield from scheduler._running
@@ -206,10 +229,20 @@ def _keys_of(scheduler: Scheduler, sequence: Sequence) -> list[bytes]:
     return keys[1:]
 
 
-def _slots(scheduler: Scheduler, sequence: Sequence, start: int, count: int) -> Iterator[int]:
+def _with_groups(scheduler: Scheduler, span: Span) -> Iterator[tuple[int, int]]:
+    """The blocks of a span and their groups; behind the window only the full ones are left."""
+    yield from zip(span, range(scheduler.config.groups.num_groups), strict=False)
+
+
+def _ids(spans: list[Span]) -> set[int]:
+    return {block_id for span in spans for block_id in span}
+
+
+def _slots(scheduler: Scheduler, sequence: Sequence, start: int, end: int) -> Iterator[int]:
     size = scheduler.config.block_size
-    for position in range(start, start + count):
-        yield sequence.block_table[position // size] * size + position % size
+    for position in range(start, end):
+        for block_id in sequence.block_table[position // size]:
+            yield block_id * size + position % size
 
 
 INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
@@ -225,4 +258,5 @@ INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
     i15_usage_is_a_share,
     i17_limits_are_kept_and_a_sequence_is_in_one_list,
     i19_nobody_is_preempted_too_often,
+    i20_a_windowed_group_holds_its_window,
 )

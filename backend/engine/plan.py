@@ -24,6 +24,7 @@ class Plan:
     """Chunks and their sequences in the same order, and the tokens that may still be added."""
 
     budget: int
+    num_groups: int = 1  # blocks of a span
     chunks: list[Chunk] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     starts: list[RowStart] = field(default_factory=list)
@@ -39,16 +40,25 @@ class Plan:
                 start=sequence.num_planned,
                 num_tokens=num_tokens,
                 draft_ids=draft_ids,
-                new_blocks=tuple(sequence.block_table[sequence.num_sent_blocks :]),
+                new_blocks=self._new_blocks(sequence),
                 samples=samples,
             )
         )
-        sequence.num_sent_blocks = len(sequence.block_table)
+        sequence.num_sent_spans = len(sequence.block_table)
         sequence.num_planned += num_tokens
         sequence.num_pending += samples
         sequence.num_drafts_in_flight = len(draft_ids)
         self.sequences.append(sequence)
         self.budget -= num_tokens + len(draft_ids)
+
+    def _new_blocks(self, sequence: Sequence) -> tuple[int, ...]:
+        """The spans that the runner has not heard of, each filled up to its full length."""
+        spans = sequence.block_table[sequence.num_sent_spans :]
+        return tuple(
+            block_id
+            for span in spans
+            for block_id in (*span, *(span[:1] or (0,)) * (self.num_groups - len(span)))
+        )
 
     def drop(self, sequence: Sequence) -> None:
         """A sequence that was planned in this pass was preempted after all."""

@@ -34,15 +34,16 @@ Owner: the Engine, on the engine thread. Time comes in as `now`, in seconds.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import invariants
-from .batch import Batch, Chunk, Logprobs, StepResult
+from .batch import Batch, BlockGroups, Chunk, Logprobs, StepResult
 from .block_pool import BlockPool, root_key
 from .drafts import Drafter
 from .plan import InFlight, Plan, row_start
-from .sequence import EngineRequest, Sequence, Status
+from .sequence import EngineRequest, Sequence, Span, Status
 from .step_time import StepTime
+from .tables import BlockTables
 
 MAX_IN_FLIGHT = 2  # batches: one runs, one is planned ahead
 HEADROOM_STEPS = 64  # admission leaves room for the growth of what runs, this many steps ahead
@@ -77,6 +78,7 @@ class SchedulerConfig:
     max_gap_ratio: float = 2.0  # of a step with a prompt to one without; 0 is off. See step_time
     max_drafts: int = 0  # of one sequence in one step; 0 is off. See drafts
     max_draft_rows: int = 16  # rows of a step with drafts; more rows are no longer nearly free
+    groups: BlockGroups = field(default_factory=BlockGroups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
+        max_chunk = min(config.prefill_chunk or config.max_batch_tokens, config.max_batch_tokens)
+        self.tables = BlockTables(self.pool, config.block_size, config.groups, max_chunk)
 
         # A live sequence is in exactly one of `_waiting` and `_running`, and in `_sequences`.
         self._sequences: dict[str, Sequence] = {}
@@ -141,7 +145,7 @@ class Scheduler:
     @property
     def max_sequence_tokens(self) -> int:
         """What one sequence alone could hold."""
-        return self.pool.num_blocks * self.config.block_size
+        return self.tables.max_sequence_tokens
 
     # ------------------------------------------------------------- come and go
 
@@ -193,7 +197,7 @@ class Scheduler:
         running.sort(key=lambda seq: seq.num_left > 1)  # decodes first; stable
         if self._in_flight and not self._can_plan_ahead(running):
             return None
-        plan = Plan(self.config.max_batch_tokens)
+        plan = Plan(self.config.max_batch_tokens, self.config.groups.num_groups)
         num_decodes = sum(sequence.num_left == 1 for sequence in running)
         max_drafts = self._max_drafts(num_decodes)
         for sequence in running[:num_decodes]:
@@ -235,10 +239,10 @@ class Scheduler:
             return False
         budget = self.config.max_batch_tokens
         wanted = sum(
-            max(self._wanted(sequence, self._chunk_size(sequence, budget)), 0)
-            for sequence in running
+            self.tables.wanted(sequence, self._chunk_size(sequence, budget)) for sequence in running
         )
-        return wanted <= self.pool.num_free - self._num_reserved()
+        num_blocks = wanted * self.config.groups.num_groups
+        return num_blocks <= self.pool.num_free - self._num_reserved()
 
     def _limit_prompts(self, plan: Plan) -> None:
         """Leave as many tokens for prompts as those who decode can bear."""
@@ -250,8 +254,9 @@ class Scheduler:
 
     def _plan_running(self, sequence: Sequence, plan: Plan, max_drafts: int) -> None:
         num_tokens = self._chunk_size(sequence, plan.budget)
-        wanted = self._wanted(sequence, num_tokens)
-        while wanted > 0 and wanted > self._num_available(sequence):
+        wanted = self.tables.wanted(sequence, num_tokens)
+        num_blocks = wanted * self.config.groups.num_groups
+        while wanted and num_blocks > self._num_available(sequence):
             victim = self._victim()
             if victim is None:
                 return  # only protected sequences hold blocks, and they will end
@@ -260,8 +265,8 @@ class Scheduler:
             plan.has_preempted = True
             if victim is sequence:
                 return
-        if wanted > 0:
-            sequence.block_table.extend(self.pool.allocate(wanted))
+        if wanted:
+            self.tables.extend(sequence, wanted)
         drafts = self._drafts(sequence, max_drafts) if max_drafts else ()
         plan.add(sequence, num_tokens, drafts)
 
@@ -281,12 +286,14 @@ class Scheduler:
         # The last token is drawn, never drafted; and drafts preempt nobody.
         room = self._final_tokens(sequence) - sequence.num_tokens - 1
         held = len(sequence.block_table) * self.config.block_size - sequence.num_tokens
-        drafts = sequence.drafter.propose(sequence.token_ids, min(limit, room))
-        if len(drafts) > held and self._num_available(sequence) <= 2 * len(self._running):
+        row_cost = self._step_time.draft_cost(self.num_running)
+        drafts = sequence.drafter.propose(sequence.token_ids, min(limit, room), row_cost)
+        spare = 2 * len(self._running) * self.config.groups.num_groups
+        if len(drafts) > held and self._num_available(sequence) <= spare:
             return drafts[:held]
-        missing = self._blocks_for(sequence.num_tokens + len(drafts)) - len(sequence.block_table)
-        if missing > 0:
-            sequence.block_table.extend(self.pool.allocate(missing))
+        missing = self.tables.wanted(sequence, 1 + len(drafts))
+        if missing:
+            self.tables.extend(sequence, missing)
         return drafts
 
     def _admit_waiting(self, plan: Plan) -> None:
@@ -296,7 +303,7 @@ class Scheduler:
         while plan.budget > 0 and self._free_rows and len(skipped) < len(self._waiting):
             candidates = (seq for seq in self._waiting if id(seq) not in skipped)
             sequence = min(candidates, key=lambda seq: _turn(seq, held))
-            hits = self._find_prefix(sequence)
+            hits = self.tables.find_prefix(sequence)
             twin = self._twin(sequence)
             is_ready = twin is None or twin.num_computed >= sequence.num_tokens - 1
             if not is_ready or self._next_key(sequence, len(hits)) in computing:
@@ -308,45 +315,42 @@ class Scheduler:
             computing.update(sequence.block_keys[len(hits) :])
 
     def _admit(
-        self, sequence: Sequence, hits: list[int], twin: Sequence | None, plan: Plan
+        self, sequence: Sequence, hits: list[Span], twin: Sequence | None, plan: Plan
     ) -> bool:
         """Give the sequence a row and its blocks. False, and nothing changed, if they don't fit."""
         if not self._fits(sequence, hits):
             return False
-        for block_id in hits:
-            self.pool.reuse(block_id)
-        sequence.block_table = list(hits)
-        sequence.set_progress(len(hits) * self.config.block_size)
-        sequence.num_published = len(hits)
-        sequence.num_sent_blocks = 0
+        self.tables.share(sequence, hits)
         sequence.num_lives += 1
         sequence.row = self._free_rows.pop()
         sequence.status = Status.RUNNING
         self._waiting.remove(sequence)
         self._running.append(sequence)
         if twin is not None:
-            self._copy_last_block(twin, sequence, plan)
+            plan.copies += self.tables.copy_last(twin, sequence)
         if sequence.first_scheduled_at is None:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed
         num_tokens = self._chunk_size(sequence, plan.budget)
-        wanted = self._wanted(sequence, num_tokens)
-        sequence.block_table.extend(self.pool.allocate(wanted))
+        self.tables.extend(sequence, self.tables.wanted(sequence, num_tokens))
         plan.starts.append(row_start(sequence))
         plan.add(sequence, num_tokens)
         return True
 
     def _twin(self, sequence: Sequence) -> Sequence | None:
-        """A running sequence that began with all these tokens and whose last block is worth a copy.
+        """A running sequence that began with all these tokens but the last, and whose last block is
+        worth a copy: another sample of the prompt, or the beam that this one forks from.
 
         It may still be reading them. None too if whole blocks are all there is to share.
         """
+        if not self.tables.groups.is_shareable:
+            return None
         num_shared = sequence.num_tokens - 1
         num_full, rest = divmod(num_shared, self.config.block_size)
         if not rest:
             return None
         start = num_full * self.config.block_size
-        tail = sequence.token_ids[start:]
+        tail = sequence.token_ids[start:num_shared]
         parent = sequence.parent_key(num_full)
         for other in self._running:
             if (
@@ -357,16 +361,7 @@ class Scheduler:
                 return other
         return None
 
-    def _copy_last_block(self, twin: Sequence, sequence: Sequence, plan: Plan) -> None:
-        index, rest = divmod(sequence.num_tokens - 1, self.config.block_size)
-        if index != len(sequence.block_table) or not rest:
-            return  # a block before it has been evicted or never published
-        (block_id,) = self.pool.allocate(1)
-        plan.copies.append((twin.block_table[index], block_id))
-        sequence.block_table.append(block_id)
-        sequence.set_progress(sequence.num_tokens - 1)
-
-    def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
+    def _fits(self, sequence: Sequence, hits: list[Span]) -> bool:
         """The whole known sequence fits, and what runs can still grow for a while.
 
         A protected sequence comes in only with room for its last token.
@@ -374,8 +369,8 @@ class Scheduler:
         tokens = sequence.num_tokens + 1
         if sequence.is_protected:
             tokens = max(tokens, self._final_tokens(sequence))
-        new_blocks = self._blocks_for(tokens) - len(hits)
-        idle_hits = sum(1 for block_id in hits if self.pool.is_idle(block_id))
+        new_blocks = self.tables.growth(len(hits), self.tables.num_spans(tokens))
+        idle_hits = sum(self.pool.is_idle(block_id) for span in hits for block_id in span)
         headroom = self._headroom() if self._running else 0
         return new_blocks + idle_hits + headroom <= self.pool.num_free - self._num_reserved()
 
@@ -404,7 +399,7 @@ class Scheduler:
                 logprobs = result.logprobs[index] if result.logprobs else ()
                 advances.append(self._advance(sequence, ids, logprobs, now))
             if sequence.status is Status.RUNNING:
-                self._publish(sequence)
+                self.tables.publish(sequence)
         return advances
 
     def _count(self, sequence: Sequence, chunk: Chunk, num_ids: int) -> None:
@@ -417,14 +412,14 @@ class Scheduler:
         sequence.num_pending -= chunk.samples
         if chunk.draft_ids and sequence.drafter is not None:
             sequence.num_drafts_in_flight = 0
-            num_tokens = sequence.num_tokens + num_ids
-            sequence.drafter.record(len(chunk.draft_ids), num_accepted, num_tokens)
+            sequence.drafter.record(len(chunk.draft_ids), num_accepted)
 
     def observe(self, batch: Batch, duration_s: float) -> None:
         """The runner took this long for the batch; later chunks are sized by it."""
         num_decodes = sum(chunk.samples and chunk.num_tokens == 1 for chunk in batch.chunks)
-        num_rows = sum(chunk.num_tokens for chunk in batch.chunks)
-        self._step_time.observe(num_decodes, num_rows - num_decodes, duration_s)
+        num_drafts = sum(len(chunk.draft_ids) for chunk in batch.chunks)
+        num_prompt_tokens = batch.num_tokens - num_drafts - num_decodes
+        self._step_time.observe(num_decodes, num_prompt_tokens, duration_s, num_drafts)
 
     def drop_unservable(self) -> list[Advance]:
         """Nothing could be scheduled. If nothing ever can, end the sequence in the way.
@@ -435,7 +430,7 @@ class Scheduler:
             blocked = self._running[-1]
         elif not self._running and self._waiting:
             blocked = min(self._waiting, key=lambda seq: _turn(seq, Counter()))
-            if self._fits(blocked, self._find_prefix(blocked)):
+            if self._fits(blocked, self.tables.find_prefix(blocked)):
                 return []
         else:
             return []
@@ -471,7 +466,7 @@ class Scheduler:
             if reason is not None:
                 # Drafts behind the end were accepted for nothing; their keys are not valid.
                 sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
-                self._publish(sequence)
+                self.tables.publish(sequence)
                 self._finish(sequence)
                 stop_token = token_id if reason == "stop" else None
                 return Advance(sequence, ids[:count], logprobs[:count], reason, stop_token)
@@ -487,30 +482,7 @@ class Scheduler:
         # One more token would not fit the pool even if everyone else left.
         return "length" if sequence.num_tokens >= self.max_sequence_tokens else None
 
-    def _publish(self, sequence: Sequence) -> None:
-        num_full = sequence.num_computed // self.config.block_size
-        for index in range(sequence.num_published, num_full):
-            self.pool.publish(sequence.block_table[index], sequence.block_keys[index])
-        sequence.num_published = max(sequence.num_published, num_full)
-
     # ---------------------------------------------------------------- blocks
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
-
-    def _wanted(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that its table lacks for the next `num_tokens`; less than none with drafts'."""
-        return self._blocks_for(sequence.num_planned + num_tokens) - len(sequence.block_table)
-
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest known prefix, in blocks; one token at least is left to compute."""
-        hits: list[int] = []
-        for key in sequence.block_keys[: (sequence.num_tokens - 1) // self.config.block_size]:
-            block_id = self.pool.find(key)
-            if block_id is None:
-                break
-            hits.append(block_id)
-        return hits
 
     def _next_key(self, sequence: Sequence, num_hits: int) -> bytes | None:
         last = (sequence.num_tokens - 1) // self.config.block_size
@@ -519,6 +491,8 @@ class Scheduler:
     def _keys_being_computed(self) -> set[bytes | None]:
         """Blocks that a running sequence fills from tokens it knows already."""
         keys: set[bytes | None] = set()
+        if not self.tables.groups.is_shareable:
+            return keys
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and sequence.num_published < len(sequence.block_keys):
                 keys.update(sequence.block_keys[sequence.num_published :])
@@ -531,7 +505,7 @@ class Scheduler:
     def _num_reserved(self, asker: Sequence | None = None) -> int:
         """Blocks kept for the protected sequences that run, the asker's own not counted."""
         return sum(
-            max(self._blocks_for(self._final_tokens(sequence)) - len(sequence.block_table), 0)
+            self._growth(sequence, self._final_tokens(sequence))
             for sequence in self._running
             if sequence.is_protected and sequence is not asker
         )
@@ -541,13 +515,16 @@ class Scheduler:
 
     def _headroom(self) -> int:
         growth = sum(
-            self._blocks_for(
-                min(sequence.num_tokens + HEADROOM_STEPS, self._final_tokens(sequence))
+            self._growth(
+                sequence, min(sequence.num_tokens + HEADROOM_STEPS, self._final_tokens(sequence))
             )
-            - len(sequence.block_table)
             for sequence in self._running
         )
-        return min(max(growth, 0), int(self.pool.num_blocks * HEADROOM_SHARE))
+        return min(growth, int(self.pool.num_blocks * HEADROOM_SHARE))
+
+    def _growth(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a running sequence takes until it has so many tokens."""
+        return self.tables.growth(len(sequence.block_table), self.tables.num_spans(num_tokens))
 
     def _victim(self) -> Sequence | None:
         """The least important sequence, then the cheapest to bring back, then the youngest."""
@@ -578,8 +555,7 @@ class Scheduler:
         del self._sequences[sequence.id]
 
     def _give_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self.tables.give_back(sequence)
         self._running.remove(sequence)
         self._free_rows.append(sequence.row)
         self._released_rows.append(sequence.row)

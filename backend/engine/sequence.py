@@ -11,7 +11,7 @@ counts what the steps in flight compute, and `num_pending` the tokens that they 
 knows yet. With no step in flight the two are equal and nothing is pending.
 
 Invariants: 0 <= num_computed <= num_planned <= num_tokens + num_pending; a RUNNING sequence has a
-row and blocks for what is planned; a WAITING one has neither. `block_keys` names the full blocks of
+row and blocks for what is planned; a WAITING one has neither. `block_keys` names the full spans of
 `token_ids`, in order.
 """
 
@@ -25,6 +25,8 @@ from typing import Any
 from ..protocol import SamplingParams
 from .block_pool import block_key
 from .drafts import Drafter
+
+Span = tuple[int, ...]  # the blocks of `block_size` tokens; see batch.BlockGroups
 
 MAX_PREEMPTIONS = 3  # of one sequence, before it is protected
 
@@ -71,16 +73,17 @@ class Sequence:
         # The mutable state; see the invariants above.
         self.token_ids = array("I", request.token_ids)
         self.block_keys: list[bytes] = []
-        self.block_table: list[int] = []
+        self.block_table: list[Span] = []
+        self.num_behind = 0  # spans of the table whose windowed blocks have been given back
         self.num_computed = 0
         self.num_planned = 0
         self.num_pending = 0
         self.num_drafts_in_flight = 0  # how many are right decides where the next step starts
         self.num_lives = 0  # admissions; the result of an earlier life's step is of no use
-        self.num_published = 0  # blocks of the table that are in the prefix index, or tried to be
+        self.num_published = 0  # spans of the table that are in the prefix index, or tried to be
         self.status = Status.WAITING
         self.row = -1
-        self.num_sent_blocks = 0  # of the table, already told to the runner
+        self.num_sent_spans = 0  # of the table, already told to the runner
         self.drafter: Drafter | None = None
 
         # What is reported at the end.
@@ -94,7 +97,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.request.id} {self.status.value} "
-            f"{self.num_computed}/{len(self.token_ids)} tokens, {len(self.block_table)} blocks>"
+            f"{self.num_computed}/{len(self.token_ids)} tokens, {len(self.block_ids)} blocks>"
         )
 
     @property
@@ -110,6 +113,11 @@ class Sequence:
     def num_outputs(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks of the table, in its order."""
+        return [block_id for span in self.block_table for block_id in span]
 
     @property
     def num_left(self) -> int:

@@ -8,7 +8,10 @@ known to take `decode_s`, and a prompt token known to add `token_s`, a chunk of
 makes the gap `ratio` times what the streams are used to, and no more. At a ratio of 2 the prompt
 gets half of each step: it takes at most twice as long as it would alone.
 
-Both are smoothed averages and not a regression over many features: the costs differ between sizes
+A draft's row is verified beside the token it may follow, and adds a time of its own: `draft_cost`
+tells it as a share of what a token takes without drafts.
+
+All are smoothed averages and not a regression over many features: the costs differ between sizes
 and contexts, and an average of the last steps is right for the *present* ones, whatever the curve.
 
 Owner: the Scheduler. Pure: it is told durations and calls no clock. The idea of bounding the step
@@ -21,6 +24,7 @@ SMOOTHING = 0.2  # weight of the newest step: ten steps forget the past
 MAX_OUTLIER = 4.0  # a pause of the machine counts as no more than this many usual steps
 MIN_CHUNK = 16  # tokens; below this the weights are read for too little
 FIRST_CHUNK = 64  # tokens, before the cost of a prompt token is known
+FIRST_DRAFT_COST = 0.2  # of a step of one row, before it is known
 
 
 class StepTime:
@@ -30,15 +34,23 @@ class StepTime:
         # The mutable state. Keys are bit lengths: 1, 2-3, 4-7, ... decoding sequences.
         self._decode_s: dict[int, float] = {}
         self._token_s: float | None = None
+        self._draft_s: float | None = None
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{1 << key - 1}+: {s * 1e3:.1f} ms" for key, s in self._decode_s.items())
         token = "?" if self._token_s is None else f"{self._token_s * 1e6:.0f} us"
         return f"<StepTime decode {{{steps}}}, prompt token {token}>"
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, duration_s: float) -> None:
-        """A step took this long."""
-        if num_prompt_tokens == 0:
+    def observe(
+        self, num_decodes: int, num_prompt_tokens: int, duration_s: float, num_drafts: int = 0
+    ) -> None:
+        """A step took this long. One of both prompts and drafts teaches nothing."""
+        if num_drafts:
+            decode_s = self.decode_s(num_decodes)
+            if decode_s is not None and num_prompt_tokens == 0:
+                draft_s = max(duration_s - decode_s, 0.0) / num_drafts
+                self._draft_s = _smooth(self._draft_s, draft_s)
+        elif num_prompt_tokens == 0:
             key = num_decodes.bit_length()
             self._decode_s[key] = _smooth(self._decode_s.get(key), duration_s)
         else:
@@ -52,6 +64,13 @@ class StepTime:
             return None
         key = num_decodes.bit_length()
         return self._decode_s[min(self._decode_s, key=lambda seen: (abs(seen - key), seen))]
+
+    def draft_cost(self, num_decodes: int) -> float:
+        """What a draft's row adds to a step of so many decodes, in the time of one token of it."""
+        decode_s = self.decode_s(num_decodes)
+        if not decode_s or self._draft_s is None:
+            return FIRST_DRAFT_COST
+        return self._draft_s * num_decodes / decode_s
 
     def max_prompt_tokens(self, num_decodes: int, ratio: float) -> int | None:
         """Prompt tokens that keep the step within `ratio` times a decode step; None: no limit."""

@@ -2,10 +2,10 @@
 
 On the CPU the pool is one anonymous mapping, as large as the budget allows and physically empty:
 the system gives a page when it is first written, and `release` gives the pages of a block back
-(`madvise`). Keys and values of all layers lie together in a block, so that giving back one is
-one call:
+(`madvise`). Keys and values of a group of layers, which is all of them unless some have windows
+(kv_layout), lie together in a block, so that giving back one is one call:
 
-    [num_blocks, layers × 2 × num_kv_heads × block_size × head_dim]
+    [num_blocks, layers of a group × 2 × num_kv_heads × block_size × head_dim]
 
 Owner: ModelRunner, on the engine thread. Which block holds what is the Scheduler's business.
 """
@@ -19,23 +19,30 @@ import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
-from ..models.decoder import LayerCache, kv_bytes_per_token
+from ..models.decoder import LayerCache
+from .kv_layout import KVLayout, layout_of
 
 
 class KVCache:
     """`num_blocks` blocks of `block_size` token slots. Contents are undefined until written."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
+        layout: KVLayout | None = None,
     ) -> None:
+        layout = layout or layout_of(config, context_length=0)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.block_bytes = block_size * kv_bytes_per_token(config, dtype)
+        self.block_bytes = layout.block_bytes(block_size, dtype)
         self._memory = _anonymous(num_blocks * self.block_bytes)
         self._touched = bytearray(num_blocks)  # 1: some page of the block was written
         blocks = torch.frombuffer(self._memory, dtype=dtype).view(num_blocks, -1)
         self._blocks: Tensor = blocks
-        self.layers = _layer_views(blocks, config, block_size)
+        self.layers = _layer_views(blocks, config, block_size, layout)
 
     def __repr__(self) -> str:
         return f"<KVCache {self.num_bytes} bytes in {self.num_blocks} blocks>"
@@ -66,6 +73,10 @@ class KVCache:
         start = block_id * self.block_bytes
         return memoryview(self._memory)[start : start + self.block_bytes]
 
+    def write(self, block_id: int, content: memoryview) -> None:
+        """Fill a block with what `view` gave."""
+        self.view(block_id)[:] = content
+
     def copy(self, source: int, destination: int) -> None:
         """Copy a whole block, all layers."""
         self.touch([destination])
@@ -88,17 +99,17 @@ def _anonymous(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size)
 
 
-def _layer_views(blocks: Tensor, config: ModelConfig, block_size: int) -> list[LayerCache]:
-    """Each layer's keys and values. Layers may differ in size, and have none or another's."""
+def _layer_views(
+    blocks: Tensor, config: ModelConfig, block_size: int, layout: KVLayout
+) -> list[LayerCache]:
+    """Each layer's keys and values. Layers may differ in size, and layers of different groups lie
+    at the same place: of different blocks."""
     views: list[LayerCache] = []
-    at = 0
-    for layer in config.layers:
-        if layer.shares_kv_of is not None:
-            views.append(views[layer.shares_kv_of])
-            continue
+    for layer, place in zip(config.layers, layout.places, strict=True):
         shape = (len(blocks), layer.num_kv_heads, block_size, layer.head_dim)
         size = shape[1] * shape[2] * shape[3]
-        keys, values = blocks[:, at : at + size], blocks[:, at + size : at + 2 * size]
-        views.append(LayerCache(keys.view(shape), values.view(shape)))
-        at += 2 * size
+        begin = place.offset * block_size
+        keys = blocks[:, begin : begin + size]
+        values = blocks[:, begin + size : begin + 2 * size]
+        views.append(LayerCache(keys.view(shape), values.view(shape), place.group))
     return views

@@ -24,7 +24,7 @@ from llmd.backend.engine.batch import Batch, StepResult
 from llmd.backend.engine.block_pool import BlockPool, OutOfBlocks
 from llmd.backend.engine.plan import Plan
 from llmd.backend.engine.scheduler import Advance, Scheduler, SchedulerConfig
-from llmd.backend.engine.sequence import EngineRequest, Sequence
+from llmd.backend.engine.sequence import EngineRequest, Sequence, Span
 
 MAX_IDLE_STEPS = 3  # plans and results without a token computed, before I18 is broken
 
@@ -97,13 +97,14 @@ class WatchedScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self.pool: WatchedPool = WatchedPool(config.num_blocks)
-        self._tables: dict[tuple[str, int], list[int]] = {}
+        self.tables.pool = self.pool
+        self._tables: dict[tuple[str, int], list[Span]] = {}
         self._num_idle = 0
 
     def state(self) -> tuple[Any, ...]:
         return (
             self.pool.state(),
-            [(seq.id, repr(seq), seq.row, tuple(seq.block_table)) for seq in self._running],
+            [(seq.id, repr(seq), seq.row, tuple(seq.block_ids)) for seq in self._running],
             [(seq.id, repr(seq), seq.row) for seq in self._waiting],
             tuple(self._free_rows),
             tuple(self._released_rows),
@@ -118,7 +119,7 @@ class WatchedScheduler(Scheduler):
             raise
 
     def _admit(
-        self, sequence: Sequence, hits: list[int], twin: Sequence | None, plan: Plan
+        self, sequence: Sequence, hits: list[Span], twin: Sequence | None, plan: Plan
     ) -> bool:
         before = self.state()
         is_admitted = super()._admit(sequence, hits, twin, plan)
@@ -127,7 +128,7 @@ class WatchedScheduler(Scheduler):
 
     def cancel(self, id: str) -> Sequence | None:
         refs = Counter(dict(enumerate(self.pool._ref_counts)))
-        held = Counter(self._sequences[id].block_table if id in self._sequences else ())
+        held = Counter(self._sequences[id].block_ids if id in self._sequences else ())
         sequence = super().cancel(id)
         refs.subtract(held)
         left = Counter(dict(enumerate(self.pool._ref_counts)))
@@ -151,11 +152,15 @@ class WatchedScheduler(Scheduler):
         return advances
 
     def watch_tables(self) -> None:
-        """Compare each running table with what it was."""
+        """Compare each running table with what it was: it grew, and its beginning may have lost the
+        windowed groups' blocks."""
         tables = {(seq.id, seq.num_lives): list(seq.block_table) for seq in self._running}
         for life, table in tables.items():
-            before = self._tables.get(life, [])
-            assert table[: len(before)] == before, f"I8: the table of {life} changed its beginning"
+            for before, after in zip(self._tables.get(life, []), table, strict=False):
+                is_kept = before[: len(after)] == after
+                assert is_kept, f"I8: the table of {life} changed its beginning"
+            is_whole = len(table) >= len(self._tables.get(life, []))
+            assert is_whole, f"I8: the table of {life} became shorter"
         self._tables = tables
 
     def _assert_progress(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from llmd.backend.engine.batch import Batch, Chunk, StepResult
+from llmd.backend.engine.batch import Batch, BlockGroups, Chunk, StepResult
 
 
 def next_id(token_ids: Sequence[int], vocab_size: int = 50) -> int:
@@ -20,10 +20,21 @@ def next_id(token_ids: Sequence[int], vocab_size: int = 50) -> int:
 
 
 class FakeRunner:
-    """Executes batches on integers. `fail_at` names steps that raise."""
+    """Executes batches on integers. `fail_at` names steps that raise.
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 50) -> None:
+    With `groups`, each group of layers writes its own blocks; a windowed one must find the window's
+    tokens there, and may find anything before it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int = 50,
+        groups: BlockGroups | None = None,
+    ) -> None:
         self.block_size = block_size
+        self.groups = groups or BlockGroups()
         self.vocab_size = vocab_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.tables: dict[int, list[int]] = {}
@@ -66,33 +77,52 @@ class FakeRunner:
         end = chunk.start + chunk.num_tokens
         ids = (*tokens[chunk.start : end], *chunk.draft_ids)
         for position, token_id in enumerate(ids, chunk.start):
-            slot = self._slot(table, position)
-            assert slot not in written, "two rows write one slot"
-            written.add(slot)
-            self.slots[slot] = token_id
+            for group in range(self.groups.num_groups):
+                slot = self._slot(table, position, group)
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self.slots[slot] = token_id
+            self._assert_seen(table, [*tokens[: chunk.start], *ids], position)
         if not chunk.samples:
             return ()
         assert end == len(tokens), "a chunk that samples ends with the last known token"
         drawn: list[int] = []
         for draft in (*chunk.draft_ids, None):
-            seen = [self.slots[self._slot(table, position)] for position in range(len(tokens))]
-            assert seen == tokens, "the cache does not hold the sequence's tokens"
+            self._assert_seen(table, tokens, len(tokens) - 1)
             drawn.append(self.next_id(tokens))
             tokens.append(drawn[-1])
             if draft != drawn[-1]:
                 break
         return tuple(drawn)
 
-    def _slot(self, table: Sequence[int], position: int) -> int:
-        return table[position // self.block_size] * self.block_size + position % self.block_size
+    def _assert_seen(self, table: Sequence[int], tokens: Sequence[int], last: int) -> None:
+        """Each group's layers find what they look at when they compute the token at `last`."""
+        groups = self.groups
+        for group in range(groups.num_groups):
+            is_windowed = group >= groups.num_full
+            first = max(last - groups.window + 1, 0) if is_windowed else 0
+            slots = [self._slot(table, position, group) for position in range(first, last + 1)]
+            seen = [self.slots[slot] for slot in slots]
+            wanted = list(tokens[first : last + 1])
+            assert seen == wanted, f"group {group} does not hold the sequence's tokens"
+
+    def _slot(self, table: Sequence[int], position: int, group: int) -> int:
+        span, offset = divmod(position, self.block_size)
+        return table[span * self.groups.num_groups + group] * self.block_size + offset
 
 
 class PipelinedFakeRunner(FakeRunner):
     """The same, two steps deep. `is_eager` runs a step as it is handed over, else when asked for:
     the two ends of what a device may do in between."""
 
-    def __init__(self, num_blocks: int, block_size: int, is_eager: bool = False) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        is_eager: bool = False,
+        groups: BlockGroups | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size, groups=groups)
         self.is_eager = is_eager
         self.most_in_flight = 0
         self.num_in_flight = 0

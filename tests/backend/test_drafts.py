@@ -94,15 +94,32 @@ def test_text_that_does_not_repeat_is_left_alone() -> None:
     wrong = 0
     tokens = [1, 2, 3, 9, 1, 2, 3]
     for _ in range(4 * MAX_PAUSE):
-        if drafter.propose(tokens, 8):
-            wrong += 1
-            drafter.record(4, 0, len(tokens))
+        drafts = drafter.propose(tokens, 8, row_cost=0.2)
+        if drafts:
+            wrong += len(drafts)
+            drafter.record(len(drafts), 0)
         tokens += [3] if len(tokens) % 2 else [2]
-    assert wrong < 20
+    assert wrong < 60
+
+
+@pytest.mark.parametrize(("row_cost", "fewest", "most"), [(0.0, 8, 8), (0.2, 2, 4), (0.9, 0, 0)])
+def test_the_dearer_a_row_the_fewer_drafts(row_cost: float, fewest: int, most: int) -> None:
+    assert fewest <= len(Drafter(8).propose([7, 7, 7, 7], 8, row_cost)) <= most
+
+
+def test_drafts_that_are_right_become_longer_and_those_that_are_wrong_shorter() -> None:
+    drafter = Drafter(8)
+    first = len(drafter.propose([7] * 9, 8, 0.2))
+    drafter.record(first, first)
+    drafter.record(first, first)
+    longer = len(drafter.propose([7] * 9, 8, 0.2))
+    for _ in range(6):
+        drafter.record(longer, 0)
+    assert len(drafter.propose([7] * 9, 8, 0.2)) < first < longer
 
 
 def test_a_loop_is_drafted_beyond_what_was_seen() -> None:
-    assert Drafter(8).propose([7, 7, 7, 7], 8) == (7, 7, 7, 7)
+    assert Drafter(8).propose([7, 7, 7, 7], 8) == (7,) * 8
 
 
 def test_the_latest_occurrence_wins_and_the_limit_holds() -> None:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from llmd.backend.engine import invariants
 from llmd.backend.engine import sequence as sequences
+from llmd.backend.engine.batch import BlockGroups
 from llmd.backend.engine.block_pool import BlockPool
 from llmd.backend.engine.engine import Engine, SequenceOutput, Unservable
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
@@ -33,14 +34,22 @@ class EngineMachine(RuleBasedStateMachine):
 
     depth = 1
     is_eager = False
+    groups = BlockGroups()
+    num_blocks = NUM_BLOCKS
 
     def __init__(self) -> None:
         super().__init__()
         config = SchedulerConfig(
-            NUM_BLOCKS, BLOCK, MAX_NUM_SEQS, max_batch_tokens=9, prefill_chunk=4, max_drafts=2
+            self.num_blocks,
+            BLOCK,
+            MAX_NUM_SEQS,
+            max_batch_tokens=9,
+            prefill_chunk=4,
+            max_drafts=2,
+            groups=self.groups,
         )
         self.scheduler = WatchedScheduler(config)
-        self.runner = PipelinedFakeRunner(NUM_BLOCKS, BLOCK, self.is_eager)
+        self.runner = PipelinedFakeRunner(self.num_blocks, BLOCK, self.is_eager, self.groups)
         self.engine = Engine(self.scheduler, self.runner, Clock(), depth=self.depth)
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.texts: dict[str, list[int]] = {}
@@ -64,10 +73,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts[id] = (prompt, max_tokens)
         self.texts[id] = []
 
+    @precondition(lambda self: self.groups.num_full > 0)  # else everything does
     @rule()
     def add_what_never_fits(self) -> None:
         with pytest.raises(Unservable):
-            self.engine.add(request("giant", [1] * (NUM_BLOCKS * BLOCK)))
+            self.engine.add(request("giant", [1] * self.engine.max_sequence_tokens))
 
     @precondition(lambda self: self.engine.has_work)
     @rule(steps=st.integers(1, 6))
@@ -135,6 +145,24 @@ class DeepEagerMachine(EngineMachine):
     is_eager = True
 
 
+class WindowedMachine(EngineMachine):
+    """One group sees everything, two see the last six tokens."""
+
+    groups = BlockGroups(1, 2, window=6)
+    num_blocks = 24
+
+
+class DeepWindowedMachine(WindowedMachine):
+    depth = 2
+
+
+class OnlyWindowsMachine(EngineMachine):
+    """No layer sees everything: a sequence may be longer than the pool."""
+
+    groups = BlockGroups(0, 1, window=5)
+    num_blocks = 9
+
+
 def _case(machine: type[EngineMachine], max_examples: int) -> type:
     case: type = machine.TestCase
     case.settings = settings(  # type: ignore[attr-defined]
@@ -150,6 +178,9 @@ def _case(machine: type[EngineMachine], max_examples: int) -> type:
 TestAtDepthOne = _case(EngineMachine, 30)
 TestAtDepthTwo = _case(DeepMachine, 25)
 TestAtDepthTwoEagerly = _case(DeepEagerMachine, 15)
+TestWithWindows = _case(WindowedMachine, 15)
+TestWithWindowsAtDepthTwo = _case(DeepWindowedMachine, 15)
+TestWithNothingButWindows = _case(OnlyWindowsMachine, 15)
 
 
 # ------------------------------------------------------------- each is noticed: states
@@ -181,7 +212,7 @@ def break_i1(scheduler: Scheduler) -> None:
 
 
 def break_i2(scheduler: Scheduler) -> None:
-    scheduler.pool._ref_counts[scheduler._running[0].block_table[0]] += 1
+    scheduler.pool._ref_counts[scheduler._running[0].block_ids[0]] += 1
 
 
 def break_i3(scheduler: Scheduler) -> None:
@@ -196,19 +227,19 @@ def break_i4(scheduler: Scheduler) -> None:
 
 def break_i6(scheduler: Scheduler) -> None:
     """A block is published before its step has filled it."""
-    scheduler.pool.publish(scheduler._running[0].block_table[-1], b"too early")
+    scheduler.pool.publish(scheduler._running[0].block_ids[-1], b"too early")
 
 
 def break_i7(scheduler: Scheduler) -> None:
     """Two rows write to one block."""
     one, other = scheduler._running
-    scheduler.pool.release(one.block_table[-1:])
+    scheduler.pool.release(one.block_table[-1])
     one.block_table[-1] = other.block_table[-1]
-    scheduler.pool._ref_counts[other.block_table[-1]] += 1
+    scheduler.pool._ref_counts[other.block_ids[-1]] += 1
 
 
 def break_i8(scheduler: Scheduler) -> None:
-    scheduler._running[0].block_table.extend(scheduler.pool.allocate(4))
+    scheduler.tables.extend(scheduler._running[0], 4)
 
 
 def break_i9(scheduler: Scheduler) -> None:
@@ -235,6 +266,13 @@ def break_i19(scheduler: Scheduler) -> None:
     scheduler._running[0].num_preemptions = MAX_PREEMPTIONS + 1
 
 
+def break_i20(scheduler: Scheduler) -> None:
+    """A span has lost a block that its window still needs."""
+    sequence = scheduler._running[0]
+    scheduler.pool.release(sequence.block_table[0])
+    sequence.block_table[0] = ()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -250,6 +288,7 @@ def break_i19(scheduler: Scheduler) -> None:
         break_i15,
         break_i17,
         break_i19,
+        break_i20,
     ],
 )
 def test_a_damaged_state_is_called_by_its_name(
@@ -325,7 +364,7 @@ def fault_i11(monkeypatch: pytest.MonkeyPatch) -> None:
     """An admission takes a row before it knows whether the blocks are there."""
     plain = Scheduler._fits
 
-    def fits(self: Scheduler, sequence: object, hits: list[int]) -> bool:
+    def fits(self: Scheduler, sequence: object, hits: list[sequences.Span]) -> bool:
         self._released_rows.append(self._free_rows[-1])
         return plain(self, sequence, hits)  # type: ignore[arg-type]
 

@@ -9,7 +9,12 @@ import pytest
 from llmd.backend.engine.batch import Batch, StepResult
 from llmd.backend.engine.engine import Engine
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
-from llmd.backend.engine.step_time import FIRST_CHUNK, MIN_CHUNK, StepTime
+from llmd.backend.engine.step_time import (
+    FIRST_CHUNK,
+    FIRST_DRAFT_COST,
+    MIN_CHUNK,
+    StepTime,
+)
 
 from .fake_runner import FakeRunner
 from .test_scheduler import request
@@ -94,3 +99,13 @@ def test_a_pause_of_the_machine_is_no_new_normal() -> None:
         model.observe(1, 0, 0.010)
     model.observe(1, 0, 10.0)
     assert (model.decode_s(1) or 0.0) < 0.020
+
+
+def test_a_drafts_row_is_told_in_the_time_of_a_token() -> None:
+    model = StepTime()
+    assert model.draft_cost(4) == FIRST_DRAFT_COST
+    for _ in range(100):
+        model.observe(4, 0, 0.010)
+        model.observe(4, 0, 0.010 + 8 * 0.001, num_drafts=8)
+    assert model.draft_cost(4) == pytest.approx(0.001 * 4 / 0.010, rel=0.01)
+    assert model.decode_s(4) == pytest.approx(0.010), "and drafts don't look like slow decodes"
