@@ -39,7 +39,8 @@ class LayerInputs:
         shape = (len(token_ids), *self._shape)
         own = (self._embedding[token_ids] * self._embedding_scale).view(shape)
         projected = (self._projection(hidden) * self._projection_scale).view(shape)
-        return (self._norm(projected) + own) * 2**-0.5
+        inputs: Tensor = (self._norm(projected) + own) * 2**-0.5
+        return inputs
 
 
 class LayerInputGate:

@@ -21,6 +21,8 @@ from llmd.backend.models.checkpoint import open_checkpoint
 from llmd.backend.protocol import Load, ModelFile, SamplingParams
 from llmd.backend.runner.model_runner import ModelRunner
 
+from .family_gguf import write_gguf
+
 NUM_STEPS = 32  # greedy
 TOLERANCE = 1e-4  # of the range of a position's logits
 VOCABULARY = 320
@@ -36,6 +38,7 @@ class Case:
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     gguf: str = ""  # the architecture's name there, where the suite also writes a GGUF
+    served: int = 0  # the context length that the model is loaded with; 0: all of it
 
     def __str__(self) -> str:
         return self.name
@@ -61,6 +64,13 @@ def _rope(kind: str, **rest: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **rest}}
 
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
 _GEMMA4 = {
     **_WINDOW,
     "global_head_dim": 32,
@@ -164,18 +174,16 @@ CASES = [
     ),
     Case("Phi-3", "phi3", _WINDOW, gguf="phi3"),
     Case(
-        "Phi-3, LongRoPE, partial",
+        "Phi-3, LongRoPE, long",
         "phi3",
-        {
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.75,
-                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-                "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
-            },
-        },
+        {"original_max_position_embeddings": 16, "rope_parameters": _LONGROPE},
+        gguf="phi3",
+    ),
+    Case(
+        "Phi-3, LongRoPE, short",
+        "phi3",
+        {"original_max_position_embeddings": 128, "rope_parameters": _LONGROPE},
+        served=128,
     ),
     Case(
         "gpt-oss",
@@ -255,12 +263,14 @@ def load_files(folder: Path) -> list[ModelFile]:
 class WatchedRunner(ModelRunner):
     """Remembers the logits of every position that a token was drawn at, by prompt."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, served: int = 0) -> None:
         load = Load(
             name="tiny", digest="tiny", files=load_files(folder), dtype="float32", num_threads=1,
             kv_budget_bytes=64 << 20,
         )  # fmt: skip
-        super().__init__(open_checkpoint(load.files), load, lambda share, stage: None)
+        checkpoint = open_checkpoint(load.files)
+        checkpoint.config = checkpoint.config.serving(served)
+        super().__init__(checkpoint, load, lambda share, stage: None)
         self._prompts: dict[int, Prompt] = {}
         self.logits: dict[Prompt, dict[int, np.ndarray]] = {}
 
@@ -281,9 +291,16 @@ class Oracle:
     """One saved model, here and in transformers."""
 
     def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self._folder = folder
         self._model = make_model(case, folder)
         self._wanted: dict[Prompt, np.ndarray] = {}
-        self.runner = WatchedRunner(folder)
+        self.runner = WatchedRunner(folder, case.served)
+
+    def use_gguf(self, folder: Path) -> None:
+        """From now on the runner reads the same weights from a GGUF."""
+        write_gguf(self.case.gguf, self._folder, folder)
+        self.runner = WatchedRunner(folder, self.case.served)
 
     def engine(self, prefill_chunk: int = 0) -> Engine:
         """A fresh engine over the same runner: no prefix is known to it."""

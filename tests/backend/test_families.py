@@ -7,6 +7,7 @@ The checks are the columns and the cases the rows of docs/families.md, which
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,15 @@ def test_the_logits_are_those_of_transformers(
     oracle: Oracle, check: Callable[[Oracle], None]
 ) -> None:
     check(oracle)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.gguf], ids=str)
+def test_a_gguf_of_the_same_weights_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "gguf"
+    folder.mkdir()
+    oracle = Oracle(case, source)
+    oracle.use_gguf(folder)
+    batched(oracle)
 
 
 def test_the_kept_table_is_current() -> None:
