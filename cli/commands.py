@@ -335,6 +335,24 @@ def cancel(
 
 
 @app.command()
+def bench(
+    model: Model,
+    streams: Annotated[
+        str, typer.Option(metavar="N,N,...", help="How many answers at once, one after the other")
+    ] = "1,4,16",
+    tokens: Annotated[int, typer.Option(min=2, help="Length of each answer")] = 64,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Length of the series; 0 leaves it out")
+    ] = 12.0,
+    seed: Annotated[int | None, typer.Option(help="The same prompts again")] = None,
+) -> None:
+    """Measure a model: one stream, many, a shared prefix, second by second."""
+    from .bench_report import run_bench
+
+    run_bench(daemon(), model, streams, tokens, seconds, seed)
+
+
+@app.command()
 def stop(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A model's name")] = "",
 ) -> None:
