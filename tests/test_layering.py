@@ -36,13 +36,13 @@ MAY_IMPORT: dict[str, list[str]] = {
 
 # Heavy or foreign packages that a part must never load, whatever the way.
 NEVER: dict[str, tuple[str, ...]] = {
-    "cli": ("torch", "triton", "numba", "starlette", "uvicorn", "transformers"),
-    "daemon": ("torch", "triton", "numba", "transformers"),
-    "registry": ("torch", "triton", "numba", "starlette", "uvicorn", "transformers"),
+    "cli": ("torch", "triton", "llvmlite", "starlette", "uvicorn", "transformers"),
+    "daemon": ("torch", "triton", "llvmlite", "transformers"),
+    "registry": ("torch", "triton", "llvmlite", "starlette", "uvicorn", "transformers"),
     "backend": ("starlette", "uvicorn", "typer", "transformers"),
-    "backend.protocol": ("torch", "triton", "numba", "asyncio"),
-    "backend.engine": ("torch", "triton", "numba", "numpy"),
-    "backend.text": ("torch", "triton", "numba"),
+    "backend.protocol": ("torch", "triton", "llvmlite", "asyncio"),
+    "backend.engine": ("torch", "triton", "llvmlite", "numpy"),
+    "backend.text": ("torch", "triton", "llvmlite"),
 }
 
 

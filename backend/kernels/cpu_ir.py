@@ -1,14 +1,13 @@
-"""Vector instructions for the compiled CPU kernels, written as LLVM IR through numba.
+"""Vector instructions for the compiled CPU kernels, written as LLVM IR.
 
-numba compiles loops; what a loop needs and Python cannot say is here: loads and stores at bare
+A kernel (cpu_compile) is loops and integers; what else it needs is here: loads and stores at bare
 addresses, 32-wide vector arithmetic, atomics, and the inner tiles of the matrix products. Addresses
 are int64, because a step's description is one flat table of integers (cpu_program).
 
 Vectors are 32 elements long, whatever the machine has: LLVM splits them into registers. So a row's
 arithmetic, and the order of its sums, are fixed at compile time and never depend on the batch.
 
-The weight tiles use AVX2's `vpmaddubsw` and `vpmaddwd`. Sources: Intel's intrinsics guide, LLVM
-language reference.
+The tiles of the quantised products are in cpu_tiles. Sources: LLVM language reference.
 """
 
 from __future__ import annotations
@@ -17,18 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+from .cpu_compile import F32, I64, Intrinsic
 
 WIDTH = 32
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 _FAST_SUM = ("reassoc", "nsz")
-_FUSED = ("contract", "nsz")
-
-_int, _float, _void = types.int64, types.float32, types.void
 
 Build = Callable[["Emitter", list[Any]], Any]
 
@@ -38,6 +33,10 @@ class Emitter:
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
+
+    def has(self, feature: str) -> bool:
+        """The processor that is compiled for has these instructions."""
+        return feature in self.b.module.features
 
     def at(self, address: Any, offset: int, type: Any) -> Any:
         moved = self.b.add(address, ir.Constant(_I64, offset)) if offset else address
@@ -51,8 +50,22 @@ class Emitter:
 
     def call(self, name: str, result: Any, *args: Any, fast: tuple[str, ...] = ()) -> Any:
         kind = ir.FunctionType(result, [arg.type for arg in args])
-        function = cgutils.get_or_insert_function(self.b.module, kind, name)
+        module = self.b.module
+        function = module.globals.get(name) or ir.Function(module, kind, name)
         return self.b.call(function, args, fastmath=fast)
+
+    def prefetch(self, address: Any, offset: int = 0) -> None:
+        read, near, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+        self.call(
+            "llvm.prefetch.p0", ir.VoidType(), self.at(address, offset, _I8), read, near, data
+        )
+
+    def local(self, size: int) -> Any:
+        """The address of so many bytes of the function's own."""
+        block = self.b.function.entry_basic_block
+        cell = ir.IRBuilder(block).alloca(ir.ArrayType(_I8, size))
+        cell.align = 32
+        return self.b.ptrtoint(cell, _I64)
 
     def splat(self, value: Any, length: int) -> Any:
         kind = ir.VectorType(value.type, length)
@@ -67,6 +80,17 @@ class Emitter:
     def floats(self, address: Any, offset: int = 0, length: int = WIDTH) -> Any:
         return self.load(address, ir.VectorType(_F32, length), offset)
 
+    def rows(self, address: Any, stride: Any, count: int) -> list[Any]:
+        """The addresses of `count` rows."""
+        return [
+            self.b.add(address, self.b.mul(stride, ir.Constant(_I64, row))) for row in range(count)
+        ]
+
+    def slice(self, vector: Any, begin: int, length: int) -> Any:
+        """Some of the elements, one after another."""
+        mask = ir.Constant(ir.VectorType(_I32, length), list(range(begin, begin + length)))
+        return self.b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         length = a.type.count
         return self.call(f"llvm.fma.v{length}f32", a.type, a, b, c)
@@ -77,10 +101,15 @@ class Emitter:
         return self.call(name, _F32, zero, vector, fast=_FAST_SUM)
 
     def largest(self, vector: Any) -> Any:
-        return self.call(f"llvm.vector.reduce.fmax.v{vector.type.count}f32", _F32, vector)
+        """Not NaN's business: LLVM's own maximum takes three instructions for its sake."""
+        while vector.type.count > 1:
+            half = vector.type.count // 2
+            low, high = self.slice(vector, 0, half), self.slice(vector, half, half)
+            vector = self.b.select(self.b.fcmp_ordered(">", low, high), low, high)
+        return self.b.extract_element(vector, ir.Constant(_I32, 0))
 
     def exp(self, x: Any) -> Any:
-        """e^x for x <= 0 or little above, to 2 units in the last place; 0 below -87."""
+        """e^x for x <= 0 or little above, to 3 units in the last place; 0 below -87."""
         length = x.type.count
         wide = x.type
         low = self.b.fcmp_ordered("<", x, self.constant(-87.0, length))
@@ -90,8 +119,8 @@ class Emitter:
         # ln 2 in two parts: the first is exact in few bits, so n times it is too
         r = self.fma(n, self.constant(-0.693359375, length), x)
         r = self.fma(n, self.constant(2.12194440054690583e-4, length), r)
-        y = self.constant(1.0 / 5040, length)
-        for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        y = self.constant(1.0 / 720, length)
+        for factor in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
             y = self.fma(y, r, self.constant(factor, length))
         bits = ir.VectorType(_I32, length)
         exponent = self.b.fptosi(n, bits)
@@ -120,47 +149,21 @@ class Emitter:
         return self.b.bitcast(shifted, ir.VectorType(_F32, length))
 
 
-def _define(result: Any, arguments: str, build: Build) -> Any:
-    """A numba intrinsic. `arguments`: one letter each, i for int64 and f for float32."""
-    kinds = [_int if letter == "i" else _float for letter in arguments]
-
-    def body(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = build(Emitter(builder), list(args))
-        return context.get_dummy_value() if value is None else value
-
-    names = [f"a{index}" for index in range(len(kinds))]
-    scope: dict[str, Any] = {"result": result, "kinds": kinds, "body": body}
-    # numba reads the number of arguments off the signature, so the function must really have them
-    source = f"def typed(context, {', '.join(names)}):\n    return result(*kinds), body"
-    exec(source, scope)
-    return intrinsic(scope["typed"])
+def _define(arguments: str, build: Build) -> Intrinsic:
+    """`arguments`: one letter each, i for int64 and f for float32."""
+    kinds = tuple(I64 if letter == "i" else F32 for letter in arguments)
+    return Intrinsic(lambda builder, values: build(Emitter(builder), values), kinds)
 
 
 # ------------------------------------------------------------------------------ memory and threads
 
-load_int = _define(_int, "i", lambda e, a: e.load(a[0], _I64, align=8))
-store_int = _define(_void, "ii", lambda e, a: e.store(a[1], a[0], align=8))
-load_float = _define(_float, "i", lambda e, a: e.load(a[0], _F32))
-store_float = _define(_void, "if", lambda e, a: e.store(a[1], a[0]))
-bits_to_float = _define(_float, "i", lambda e, a: e.b.bitcast(e.b.trunc(a[0], _I32), _F32))
-fetch_add = _define(
-    _int, "ii", lambda e, a: e.b.atomic_rmw("add", e.at(a[0], 0, _I64), a[1], "seq_cst")
-)
-load_atomic = _define(_int, "i", lambda e, a: e.b.load_atomic(e.at(a[0], 0, _I64), "seq_cst", 8))
-
-
-@intrinsic
-def _int_pointer(context: Any, address: Any) -> Any:
-    def body(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], _I64.as_pointer())
-
-    return types.CPointer(_int)(_int), body
-
-
-@njit(inline="always")
-def int_array(address, length):
-    """The int64 values that lie there, as an array."""
-    return carray(_int_pointer(address), length)
+load_int = _define("i", lambda e, a: e.load(a[0], _I64, align=8))
+store_int = _define("ii", lambda e, a: e.store(a[1], a[0], align=8))
+load_float = _define("i", lambda e, a: e.load(a[0], _F32))
+store_float = _define("if", lambda e, a: e.store(a[1], a[0]))
+bits_to_float = _define("i", lambda e, a: e.b.bitcast(e.b.trunc(a[0], _I32), _F32))
+fetch_add = _define("ii", lambda e, a: e.b.atomic_rmw("add", e.at(a[0], 0, _I64), a[1], "seq_cst"))
+load_atomic = _define("i", lambda e, a: e.b.load_atomic(e.at(a[0], 0, _I64), "seq_cst", 8))
 
 
 def _pause(e: Emitter, a: list[Any]) -> None:
@@ -171,8 +174,9 @@ def _yield_thread(e: Emitter, a: list[Any]) -> None:
     e.call("sched_yield", _I32)
 
 
-pause = _define(_void, "", _pause)
-yield_thread = _define(_void, "", _yield_thread)
+pause = _define("", _pause)
+cycles = _define("", lambda e, a: e.call("llvm.readcyclecounter", _I64))
+yield_thread = _define("", _yield_thread)
 
 
 # --------------------------------------------------------------------------- 32 floats at a time
@@ -227,15 +231,22 @@ def _zero(e: Emitter, a: list[Any]) -> None:
     e.store(e.constant(0.0), a[0])
 
 
-add_squares = _define(_float, "ii", _add_squares)  # x += y at (x, y); the sum of x²
-squares = _define(_float, "i", _squares)
-scaled = _define(_void, "iiif", _scaled)  # (x, weight, out, factor)
-times = _define(_void, "iif", _times)  # (x, out, factor)
-largest_magnitude = _define(_float, "i", _largest_magnitude)
-silu_product = _define(_void, "iii", _silu_product)  # (gate, up, out)
-narrow = _define(_void, "ii", _narrow)  # float32 to bfloat16
-widen = _define(_void, "ii", _widen)  # bfloat16 to float32
-zero = _define(_void, "i", _zero)
+def _blend(e: Emitter, a: list[Any]) -> None:
+    x = e.b.fmul(e.floats(a[0], 0, 8), e.splat(a[2], 8))
+    e.store(e.fma(e.floats(a[1], 0, 8), e.splat(a[3], 8), x), a[0])
+
+
+add_squares = _define("ii", _add_squares)  # x += y at (x, y); the sum of x²
+squares = _define("i", _squares)
+scaled = _define("iiif", _scaled)  # (x, weight, out, factor)
+times = _define("iif", _times)  # (x, out, factor)
+largest_magnitude = _define("i", _largest_magnitude)
+silu_product = _define("iii", _silu_product)  # (gate, up, out)
+narrow = _define("ii", _narrow)  # float32 to bfloat16
+widen = _define("ii", _widen)  # bfloat16 to float32
+zero = _define("i", _zero)
+zero8 = _define("i", lambda e, a: e.store(e.constant(0.0, 8), a[0]))
+blend8 = _define("iiff", _blend)  # 8 floats at (x, y, f, g): x = x · f + y · g
 
 
 def _rotated(e: Emitter, a: list[Any]) -> None:
@@ -245,7 +256,7 @@ def _rotated(e: Emitter, a: list[Any]) -> None:
     e.store(e.b.fadd(e.b.fmul(second, cos), e.b.fmul(first, sin)), a[1])
 
 
-rotated = _define(_void, "iiii", _rotated)
+rotated = _define("iiii", _rotated)
 
 
 def _scatter(e: Emitter, a: list[Any]) -> None:
@@ -258,7 +269,7 @@ def _scatter(e: Emitter, a: list[Any]) -> None:
         address = e.b.add(address, a[2])
 
 
-scatter = _define(_void, "iii", _scatter)
+scatter = _define("iii", _scatter)
 
 
 # -------------------------------------------------------------------------------- quantised rows
@@ -281,45 +292,82 @@ def _quantize16(e: Emitter, a: list[Any]) -> None:
     e.store(e.b.trunc(_rounded(e, a[0], a[2]), ir.VectorType(_I16, WIDTH)), a[1], align=2)
 
 
-quantize8 = _define(_float, "iif", _quantize8)  # (x, out, factor); the sum of the integers
-quantize16 = _define(_void, "iif", _quantize16)
+quantize8 = _define("iif", _quantize8)  # (x, out, factor); the sum of the integers
+quantize16 = _define("iif", _quantize16)
 
 
 # ----------------------------------------------------------------------------------- softmax row
 
 
-def _softmax_block(e: Emitter, a: list[Any]) -> Any:
-    """One row of 32 scores joins a running softmax; scores become weights.
+def _hide(e: Emitter, a: list[Any]) -> None:
+    """(32 scores, first visible, end of visible): the others become -inf."""
+    scores, begin, end = a
+    index = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
+    after = e.b.icmp_signed(">=", index, e.splat(e.b.trunc(begin, _I32), WIDTH))
+    before = e.b.icmp_signed("<", index, e.splat(e.b.trunc(end, _I32), WIDTH))
+    hidden = e.constant(float("-inf"))
+    e.store(e.b.select(e.b.and_(after, before), e.floats(scores), hidden), scores)
 
-    (scores, first visible, end of visible, running max, running sum): returns the factor by which
-    what was summed up before must shrink.
-    """
-    scores, begin, end, peak_at, sum_at = a
-    index = ir.Constant(ir.VectorType(_I64, WIDTH), list(range(WIDTH)))
-    after = e.b.icmp_signed(">=", index, e.splat(begin, WIDTH))
-    before = e.b.icmp_signed("<", index, e.splat(end, WIDTH))
-    seen = e.b.and_(after, before)
-    x = e.b.select(seen, e.floats(scores), e.constant(float("-inf")))
-    old = e.load(peak_at, _F32)
-    here = e.largest(x)
-    peak = e.b.select(e.b.fcmp_ordered(">", here, old), here, old)
-    weights = e.exp(e.b.fsub(x, e.splat(peak, WIDTH)))
+
+def _weights(e: Emitter, a: list[Any]) -> None:
+    """(32 scores, 8 running sums, peak, shrink): scores become weights, sums shrink and grow."""
+    scores, sums, peak, shrink = a
+    weights = e.exp(e.b.fsub(e.floats(scores), e.splat(peak, WIDTH)))
     e.store(weights, scores)
-    change = e.splat(e.b.fsub(old, peak), 8)
-    shrink = e.b.extract_element(e.exp(change), ir.Constant(_I32, 0))
-    total = e.b.fadd(e.b.fmul(e.load(sum_at, _F32), shrink), e.total(weights))
-    e.store(total, sum_at)
-    e.store(peak, peak_at)
-    return shrink
+    parts = [e.slice(weights, 8 * part, 8) for part in range(4)]
+    added = e.b.fadd(e.b.fadd(parts[0], parts[1]), e.b.fadd(parts[2], parts[3]))
+    e.store(e.fma(e.floats(sums, 0, 8), e.splat(shrink, 8), added), sums)
 
 
-softmax_block = _define(_float, "iiiii", _softmax_block)
+def _exp(e: Emitter, a: list[Any]) -> Any:
+    return e.b.extract_element(e.exp(e.splat(a[0], 8)), ir.Constant(_I32, 0))
 
 
-# ----------------------------------------------------------------------------------------- tiles
+peak = _define("i", lambda e, a: e.largest(e.floats(a[0])))
+hide = _define("iii", _hide)
+weights = _define("iiff", _weights)
+exp = _define("f", _exp)
+total8 = _define("i", lambda e, a: e.total(e.floats(a[0], 0, 8)))
+sqrt = _define("f", lambda e, a: e.call("llvm.sqrt.f32", _F32, a[0]))
 
 
-class _Loop:
+# ---------------------------------------------------------------------------------------- sampling
+
+
+def _are_numbers(e: Emitter, a: list[Any]) -> Any:
+    x = e.floats(a[0])
+    same = e.b.fcmp_ordered("==", x, x)
+    return e.b.zext(e.call("llvm.vector.reduce.and.v32i1", ir.IntType(1), same), _I64)
+
+
+def _mix(e: Emitter, a: list[Any]) -> Any:
+    """The finaliser of splitmix64, as in runner/sampler.py."""
+
+    def folded(value: Any, shift: int) -> Any:
+        return e.b.xor(value, e.b.lshr(value, ir.Constant(_I64, shift)))
+
+    value = e.b.add(a[0], ir.Constant(_I64, 0x9E3779B97F4A7C15))
+    value = e.b.mul(folded(value, 30), ir.Constant(_I64, 0xBF58476D1CE4E5B9))
+    value = e.b.mul(folded(value, 27), ir.Constant(_I64, 0x94D049BB133111EB))
+    return folded(value, 31)
+
+
+def _leading_zeros(e: Emitter, value: Any) -> Any:
+    """Of the upper 53 bits, which are what becomes a number."""
+    ends = e.b.or_(value, ir.Constant(_I64, 1 << 10))
+    return e.call("llvm.ctlz.i64", _I64, ends, ir.Constant(ir.IntType(1), 0))
+
+
+are_numbers = _define("i", _are_numbers)  # 1 if none of 32 is NaN
+mix = _define("i", _mix)
+leading_zeros = _define("i", lambda e, a: _leading_zeros(e, a[0]))
+leading_ones = _define("i", lambda e, a: _leading_zeros(e, e.b.not_(a[0])))
+
+
+# --------------------------------------------------------------------------------- float products
+
+
+class Loop:
     """for step in range(count), with values carried from turn to turn; count >= 1."""
 
     def __init__(self, e: Emitter, count: Any, carried: list[Any]) -> None:
@@ -346,118 +394,40 @@ class _Loop:
         builder.position_at_end(done)
 
 
-def _rows(e: Emitter, address: Any, stride: Any, count: int) -> list[Any]:
-    return [e.b.add(address, e.b.mul(stride, ir.Constant(_I64, row))) for row in range(count)]
+def float_tile(num_rows: int, is_narrow: bool, adds: bool) -> Intrinsic:
+    """C = A · B for 32 columns: (A, lda, B, ldb, C, ldc, depth, factors, ahead), strides in bytes.
 
-
-def float_tile(num_rows: int, num_vectors: int) -> Any:
-    """C += A · B in float32: (A, lda, B, ldb, C, ldc, depth), strides in bytes.
-
-    A [num_rows, depth], B [depth, 8 · num_vectors], C [num_rows, 8 · num_vectors].
+    A [num_rows, depth] float32, B [depth, 32] bfloat16 if `is_narrow` else float32. With `adds`,
+    the old C, times a factor for each row, is where the sums begin. As a row of B is read, the line
+    that lies `ahead` of it is fetched: one by one, as a burst of fetches would block all loads.
     """
 
     def build(e: Emitter, args: list[Any]) -> None:
-        a, lda, b, ldb, c, ldc, depth = args
-        a_rows, c_rows = _rows(e, a, lda, num_rows), _rows(e, c, ldc, num_rows)
-        start = [e.floats(row, 32 * j, 8) for row in c_rows for j in range(num_vectors)]
-        loop = _Loop(e, depth, start)
+        a, lda, b, ldb, c, ldc, depth, factors, ahead = args
+        a_rows, c_rows = e.rows(a, lda, num_rows), e.rows(c, ldc, num_rows)
+        start = [e.constant(0.0, 8)] * (4 * num_rows)
+        if adds:
+            start = []
+            for index, row in enumerate(c_rows):
+                factor = e.splat(e.load(factors, _F32, 4 * index), 8)
+                start += [e.b.fmul(e.floats(row, 32 * j, 8), factor) for j in range(4)]
+        loop = Loop(e, depth, start)
         b_row = e.b.add(b, e.b.mul(loop.step, ldb))
         offset = e.b.mul(loop.step, ir.Constant(_I64, 4))
-        columns = [e.floats(b_row, 32 * j, 8) for j in range(num_vectors)]
+        if is_narrow:
+            e.prefetch(e.b.add(b_row, ahead))
+            halves = ir.VectorType(_I16, 8)
+            columns = [e.from_bfloat16(e.load(b_row, halves, 16 * j, align=2)) for j in range(4)]
+        else:
+            columns = [e.floats(b_row, 32 * j, 8) for j in range(4)]
         values = []
         for index, row in enumerate(a_rows):
             x = e.splat(e.load(e.b.add(row, offset), _F32), 8)
             for j, column in enumerate(columns):
-                values.append(e.fma(x, column, loop.carried[index * num_vectors + j]))
+                values.append(e.fma(x, column, loop.carried[index * 4 + j]))
         loop.end(values)
         for index, row in enumerate(c_rows):
-            for j in range(num_vectors):
-                e.store(values[index * num_vectors + j], row, 32 * j)
+            for j in range(4):
+                e.store(values[index * 4 + j], row, 32 * j)
 
-    return _define(_void, "iiiiiii", build)
-
-
-BYTES_4BIT = 128 + 32  # of 8 outputs · 32 inputs: nibbles, 8 scales, 8 offsets
-BYTES_8BIT = 256 + 16  # ... : bytes, 8 scales
-
-
-def tile_4bit(num_rows: int) -> Any:
-    """C = X · Wᵀ for 8 outputs of 4-bit weights: (X, ldx, S, lds, W, C, ldc, num_blocks).
-
-    X int8 rows with, in S, scale and scaled sum of each 32; layout of W: cpu_pack.
-    """
-    bytes32, words16 = ir.VectorType(_I8, 32), ir.VectorType(_I16, 16)
-    ints8, half8, float8 = (ir.VectorType(t, 8) for t in (_I32, _F16, _F32))
-
-    def build(e: Emitter, args: list[Any]) -> None:
-        x, ldx, s, lds, w, c, ldc, num_blocks = args
-        x_rows, s_rows = _rows(e, x, ldx, num_rows), _rows(e, s, lds, num_rows)
-        loop = _Loop(e, num_blocks, [e.constant(0.0, 8)] * num_rows)
-        block = e.b.add(w, e.b.mul(loop.step, ir.Constant(_I64, BYTES_4BIT)))
-        x_at = e.b.mul(loop.step, ir.Constant(_I64, 32))
-        s_at = e.b.mul(loop.step, ir.Constant(_I64, 8))
-        sums: list[Any] = [None] * num_rows
-        low_mask = ir.Constant(bytes32, [15] * 32)
-        four = ir.Constant(words16, [4] * 16)
-        x_rows = [e.b.add(row, x_at) for row in x_rows]
-        for quarter in range(4):
-            packed = e.load(block, bytes32, 32 * quarter, align=32)
-            shifted = e.b.bitcast(e.b.lshr(e.b.bitcast(packed, words16), four), bytes32)
-            for half, weights in enumerate((packed, shifted)):
-                weights = e.b.and_(weights, low_mask)
-                for index, row in enumerate(x_rows):
-                    four_inputs = e.load(row, _I32, 8 * quarter + 4 * half)
-                    inputs = e.b.bitcast(e.splat(four_inputs, 8), bytes32)
-                    pairs = e.call("llvm.x86.avx2.pmadd.ub.sw", words16, weights, inputs)
-                    # 8 · 2 · 15 · 127 < 2^15: eight of them fit before they must be widened
-                    sums[index] = pairs if sums[index] is None else e.b.add(sums[index], pairs)
-        scale = e.b.fpext(e.load(block, half8, 128, align=16), float8)
-        offset = e.b.fpext(e.load(block, half8, 144, align=16), float8)
-        ones = ir.Constant(words16, [1] * 16)
-        values = []
-        for index, row in enumerate(s_rows):
-            whole = e.call("llvm.x86.avx2.pmadd.wd", ints8, sums[index], ones)
-            product = e.b.sitofp(whole, float8)
-            row_scale = e.splat(e.load(e.b.add(row, s_at), _F32), 8)
-            row_sum = e.splat(e.load(e.b.add(row, s_at), _F32, 4), 8)
-            value = e.fma(product, e.b.fmul(scale, row_scale), loop.carried[index])
-            values.append(e.fma(offset, row_sum, value))
-        loop.end(values)
-        for row, value in zip(_rows(e, c, ldc, num_rows), values, strict=True):
-            e.store(value, row)
-
-    return _define(_void, "iiiiiiii", build)
-
-
-def tile_8bit(num_rows: int) -> Any:
-    """As tile_4bit, for 8-bit weights and int16 rows: (X, ldx, S, lds, W, C, ldc, num_blocks)."""
-    bytes16, words16 = ir.VectorType(_I8, 16), ir.VectorType(_I16, 16)
-    ints8, half8, float8 = (ir.VectorType(t, 8) for t in (_I32, _F16, _F32))
-
-    def build(e: Emitter, args: list[Any]) -> None:
-        x, ldx, s, lds, w, c, ldc, num_blocks = args
-        x_rows, s_rows = _rows(e, x, ldx, num_rows), _rows(e, s, lds, num_rows)
-        loop = _Loop(e, num_blocks, [e.constant(0.0, 8)] * num_rows)
-        block = e.b.add(w, e.b.mul(loop.step, ir.Constant(_I64, BYTES_8BIT)))
-        x_at = e.b.mul(loop.step, ir.Constant(_I64, 64))
-        s_at = e.b.mul(loop.step, ir.Constant(_I64, 8))
-        x_rows = [e.b.add(row, x_at) for row in x_rows]
-        sums: list[Any] = [None] * num_rows
-        for pair in range(16):
-            weights = e.b.sext(e.load(block, bytes16, 16 * pair, align=16), words16)
-            for index, row in enumerate(x_rows):
-                two_inputs = e.load(row, _I32, 4 * pair)
-                inputs = e.b.bitcast(e.splat(two_inputs, 8), words16)
-                products = e.call("llvm.x86.avx2.pmadd.wd", ints8, weights, inputs)
-                sums[index] = products if sums[index] is None else e.b.add(sums[index], products)
-        scale = e.b.fpext(e.load(block, half8, 256, align=16), float8)
-        values = []
-        for index, row in enumerate(s_rows):
-            product = e.b.sitofp(sums[index], float8)
-            row_scale = e.splat(e.load(e.b.add(row, s_at), _F32), 8)
-            values.append(e.fma(product, e.b.fmul(scale, row_scale), loop.carried[index]))
-        loop.end(values)
-        for row, value in zip(_rows(e, c, ldc, num_rows), values, strict=True):
-            e.store(value, row)
-
-    return _define(_void, "iiiiiiii", build)
+    return _define("iiiiiiiii", build)

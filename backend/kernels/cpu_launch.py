@@ -4,8 +4,8 @@ The threads are those of torch's own OpenMP runtime, asked for through `GOMP_par
 pool would fight the first one for the cores, as idle OpenMP threads spin. Where that library is not
 to be found, the calling thread works alone.
 
-The machine code is kept in the user's cache folder. Compiling takes about 15 s, once per machine
-and version.
+Compiling takes about 3 s, once per machine and version: the object code is kept in the user's cache
+folder, under a name made of the sources and the processor, with a checksum.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import ctypes
 import getpass
 import hashlib
 import importlib.util
-import os
+import logging
 import platform
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,20 @@ import torch
 from torch import Tensor
 
 from . import cpu_pack
+from .cpu_threads import ThreadGovernor
+
+log = logging.getLogger("llmd.kernels")
 
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
+SOURCES = ("cpu_compile.py", "cpu_ir.py", "cpu_tiles.py", "cpu_program.py")
 
 
 def why_not() -> str:
     """The reason why the compiled kernels can't run here; empty if they can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"no compiled kernels for {platform.machine()}"
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed"
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features()
@@ -47,35 +52,93 @@ class Launcher:
     """Compiled code and the threads to run it. Compiles on construction, or reads the cache."""
 
     def __init__(self, num_threads: int) -> None:
-        # numba reads it when it is imported, and offers no other way
-        os.environ["NUMBA_CACHE_DIR"] = str(_cache_folder())
-        from . import cpu_program
+        from . import cpu_compile, cpu_program
 
         self.program: Any = cpu_program
-        self._address = cpu_program.run.address
+        self._code = cpu_compile.Loaded(_object_code())  # the addresses below lie in it
+        self._address = self._code.address_of("run")
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
         self._gomp = _gomp() if num_threads > 1 else None
-        self.num_threads = num_threads if self._gomp is not None else 1
+        self._threads = ThreadGovernor(num_threads if self._gomp is not None else 1)
 
-    def run(self, header_address: int) -> None:
-        """Execute the step that is described there. Releases the GIL."""
-        if self._gomp is None:
-            self._call(header_address)
+    @property
+    def num_threads(self) -> int:
+        """So many the next step gets, and its header must say so."""
+        return self._threads.num_threads
+
+    @property
+    def max_threads(self) -> int:
+        """`num_threads` never exceeds it."""
+        return self._threads.max_threads
+
+    def run(self, header: Any) -> None:
+        """Execute the step that this int64 array describes. Releases the GIL."""
+        threads, address = self._threads.num_threads, header.ctypes.data
+        header[self.program.NUM_THREADS] = threads
+        began, busy = time.perf_counter(), time.process_time()
+        if self._gomp is None or threads == 1:
+            self._call(address)
         else:
-            self._gomp(self._address, header_address, self.num_threads, 0)
+            self._gomp(self._address, address, threads, 0)
+        now = time.perf_counter()
+        self._threads.observe(now - began, time.process_time() - busy, now)
+
+
+def _object_code() -> bytes:
+    """From the cache, else compiled and put there."""
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    from . import cpu_compile, cpu_program
+
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    flags = features.flatten()
+    here = Path(__file__).parent
+    key = hashlib.sha256(f"{llvmlite.__version__} {cpu} {flags}".encode())
+    for name in SOURCES:
+        key.update((here / name).read_bytes())
+    path = _cache_folder() / f"kernels-{key.hexdigest()[:32]}.o"
+    code = _read(path)
+    if code is None:
+        text = cpu_compile.translate(cpu_program.run, intrinsic_features(features))
+        code = cpu_compile.machine_code(text, cpu, flags)
+        _write(path, code)
+    return code
+
+
+def intrinsic_features(features: Any) -> frozenset[str]:
+    """What the tiles are told of LLVM's list: VNNI counts where it works on 256 bits."""
+    has_vnni = features.get("avx512vnni") and features.get("avx512vl")
+    return frozenset({"vnni"}) if has_vnni else frozenset()
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's content if it is there and whole."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:32], data[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """In one move, so that nobody ever reads half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        Path(file.name).replace(path)
+    except OSError as error:
+        log.warning("compiled kernels can't be kept for the next start: %s", error)
 
 
 def _cache_folder() -> Path:
-    """Where the machine code is kept: another folder for other sources, as numba itself looks at
-    one of the two files alone."""
-    here = Path(__file__).parent
-    sources = b"".join((here / name).read_bytes() for name in ("cpu_ir.py", "cpu_program.py"))
-    name = f"kernels-{hashlib.sha256(sources).hexdigest()[:16]}"
-    folder = platformdirs.user_cache_path("llmd", appauthor=False) / name
+    folder = platformdirs.user_cache_path("llmd", appauthor=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home
-        return Path(tempfile.gettempdir()) / f"llmd-{getpass.getuser()}" / name
+        return Path(tempfile.gettempdir()) / f"llmd-{getpass.getuser()}"
     return folder
 
 
@@ -101,7 +164,12 @@ def self_test(launcher: Launcher) -> str:
     rows = torch.randn((7, 96), generator=generator)
     nibbles = torch.randint(0, 16, (72, 3, 32), generator=generator, dtype=torch.uint8)
     halves = torch.rand((72, 3), generator=generator).half()
-    for matrix in (cpu_pack.pack_8bit(weight), cpu_pack.join_4bit(nibbles, halves, -halves)):
+    packed = (
+        cpu_pack.pack_8bit(weight),
+        cpu_pack.join_4bit(nibbles, halves, -halves),
+        cpu_pack.pack_16bit(weight[:64]),
+    )
+    for matrix in packed:
         found = _product(launcher, code, rows, matrix)
         wanted = rows @ cpu_pack.unpack(matrix).T
         error = ((found - wanted).norm() / wanted.norm()).item()
@@ -113,7 +181,7 @@ def self_test(launcher: Launcher) -> str:
 def _product(launcher: Launcher, code: Any, rows: Tensor, matrix: cpu_pack.PackedMatrix) -> Tensor:
     """rows · Wᵀ by two operations of a program."""
     num_rows, width = rows.shape
-    quants = torch.zeros((num_rows, width), dtype=torch.int16)
+    quants = torch.zeros((num_rows, 2 * width), dtype=torch.int16)
     scales = torch.zeros((num_rows, width // 16))
     out = torch.zeros((num_rows, matrix.num_outputs))
     ops = np.zeros((2, code.OP_FIELDS), dtype=np.int64)
@@ -129,14 +197,13 @@ def _product(launcher: Launcher, code: Any, rows: Tensor, matrix: cpu_pack.Packe
         4 * matrix.num_outputs,
         matrix.bits,
     )
-    counters = np.zeros(4, dtype=np.int64)
+    counters = np.zeros(4, dtype=np.int64)  # two operations, arrivals, threads
     header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
     header[code.NUM_OPS] = 2
     header[code.OPS] = ops.ctypes.data
     header[code.COUNTERS] = counters.ctypes.data
     header[code.ARRIVALS] = counters.ctypes.data + 16
     header[code.THREADS_SEEN] = counters.ctypes.data + 24
-    header[code.NUM_THREADS] = launcher.num_threads
     header[code.NUM_ROWS] = num_rows
-    launcher.run(header.ctypes.data)
+    launcher.run(header)
     return out

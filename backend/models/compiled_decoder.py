@@ -10,6 +10,7 @@ program is then written anew.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,10 @@ from .checkpoint import Checkpoint, QuantBlocks
 from .config import BadModel, ModelConfig
 from .decoder import LayerCache, StepInputs, frequencies_of
 
+log = logging.getLogger("llmd.models")
+
 KV_DTYPE = torch.bfloat16
+ITEMS_PER_THREAD = 8  # fewer, and one thread's last item is a long wait for the others
 
 
 def why_not_compiled(config: ModelConfig) -> str:
@@ -93,6 +97,7 @@ class CompiledDecoder:
         )
         self._program: _Program | None = None
         self._logits = torch.empty((0, config.vocab_size), dtype=torch.float32)
+        self._thin = _Thin(launcher, config.vocab_size)
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:
         """Logits [num_logits, vocab_size] in float32. The next step writes over them."""
@@ -108,6 +113,19 @@ class CompiledDecoder:
         logits = self._logits[:num_logits]
         program.run(inputs, logits)
         return logits
+
+    @property
+    def best(self) -> Any:
+        """int64 [num_logits] of the last step: the lowest id of the largest logit; -1 where the
+        logits are unusable."""
+        return self._program.best if self._program is not None else np.empty(0, np.int64)
+
+    def thin(self, requests: Sequence[tuple[int, int, float]]) -> list[Any]:
+        """For rows of the last step's logits (row, hash, temperature): the ids that can win.
+
+        The hash is `sampler.noise_base`; an entry is None where too many are left.
+        """
+        return self._thin.run(self._logits, requests)
 
     # ------------------------------------------------------- what the program reads
 
@@ -143,22 +161,28 @@ class _Program:
         self._normed = self._floats(config.hidden_size)
         self._delta = self._floats(config.hidden_size)
         self._qkv = self._floats(qkv)
-        self._mixed = self._floats(mixed)
         self._gate_up = self._floats(2 * config.intermediate_size)
         self._products = self._floats(config.intermediate_size)
-        self._rows = torch.empty((capacity, widest), dtype=torch.int16)
+        # a row: int8 or int16 for matrices of 4 and 8 bits, float32 for those of 16
+        self._rows = torch.empty((capacity, widest), dtype=torch.float32)
         self._scales = self._floats(widest // 16)
+        group = config.num_heads // config.num_kv_heads
+        self._num_kv_heads = config.num_kv_heads
+        self._piece_bytes = self._code.piece_bytes(group, config.head_dim)
+        self._pieces = torch.empty(0, dtype=torch.uint8)
         self._ops: list[list[int]] = []
         layers, norm, head, rotary = decoder.parts()
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-            self._add_layer(layer, cache, is_first=index == 0)
+            self._add_layer(config, layer, cache, rotary, is_first=index == 0)
         self._add_norm(norm, head.matrix, has_delta=True, is_last=True)
         self._add_matmul(head, None, is_last=True)
+        self.best = np.empty(0, dtype=np.int64)
+        self._ops.append([self._code.BEST, 0, config.vocab_size, 0])
         self._table = np.zeros((len(self._ops), self._code.OP_FIELDS), dtype=np.int64)
         for row, op in zip(self._table, self._ops, strict=True):
             row[: len(op)] = op
         self._counters = np.zeros(len(self._ops) + 64, dtype=np.int64)
-        self._header = self._make_header(config, caches[0], rotary)
+        self._header = self._make_header(config)
         self._keep = (layers, norm, head, rotary, caches)
 
     def run(self, inputs: StepInputs, logits: Tensor) -> None:
@@ -166,47 +190,77 @@ class _Program:
         code, header = self._code, self._header
         tiles = _tiles(inputs, code.QUERY_TILE)
         self._counters.fill(0)
-        self._table[-1, 6] = logits.data_ptr()
+        if len(logits) > len(self.best):
+            self.best = np.empty(self.capacity, dtype=np.int64)
+        self._table[-2, 6] = self._table[-1, 1] = logits.data_ptr()
+        self._table[-1, 3] = self.best.ctypes.data
         header[code.NUM_ROWS] = len(inputs.token_ids)
         header[code.NUM_LOGIT_ROWS] = len(inputs.logit_rows)
-        # the last norm and the head are skipped where no row wants logits
-        header[code.NUM_OPS] = len(self._ops) - (0 if len(inputs.logit_rows) else 2)
+        # the last norm, the head and the best are skipped where no row wants logits
+        header[code.NUM_OPS] = len(self._ops) - (0 if len(inputs.logit_rows) else 3)
         header[code.LOGIT_ROWS] = inputs.logit_rows.data_ptr()
         header[code.POSITIONS] = inputs.positions.data_ptr()
         header[code.BLOCKS] = inputs.block_ids.data_ptr()
         header[code.NUM_TILES] = len(tiles)
         header[code.TILES] = tiles.ctypes.data
-        self._launcher.run(header.ctypes.data)
+        header[code.NUM_PIECES] = self._num_pieces(inputs, len(tiles))
+        self._launcher.run(header)
+
+    def _num_pieces(self, inputs: StepInputs, num_tiles: int) -> int:
+        """Into how many pieces the threads cut a sequence's keys; 0: no thread would be idle."""
+        code, threads = self._code, self._launcher.num_threads
+        num_items = num_tiles * self._num_kv_heads
+        longest = max(span.seq_len for span in inputs.spans)
+        pieces = -(-longest // (code.BLOCK_SIZE * code.PIECE_BLOCKS))
+        if threads == 1 or pieces == 1 or num_items >= ITEMS_PER_THREAD * threads:
+            return 0
+        size = num_items * pieces * self._piece_bytes
+        if size > len(self._pieces):
+            self._pieces = torch.empty(size, dtype=torch.uint8)
+        self._header[code.PIECES] = self._pieces.data_ptr()
+        return int(pieces)
 
     def _floats(self, width: int) -> Tensor:
         return torch.empty((self.capacity, width), dtype=torch.float32)
 
-    def _add_layer(self, layer: _Layer, cache: LayerCache, is_first: bool) -> None:
+    def _add_layer(
+        self,
+        config: ModelConfig,
+        layer: _Layer,
+        cache: LayerCache,
+        rotary: Rotary,
+        is_first: bool,
+    ) -> None:
         code = self._code
         keys, values = cache.keys.data_ptr(), cache.values.data_ptr()
         self._add_norm(layer.attention_norm, layer.qkv.matrix, has_delta=not is_first)
         self._add_matmul(layer.qkv, self._qkv)
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim, _block_stride(cache))
         norms = [
             0 if norm is None else norm.data_ptr() for norm in (layer.query_norm, layer.key_norm)
         ]
-        self._ops.append([code.ROPE, self._qkv.data_ptr(), keys, values, *norms])
-        self._ops.append([code.ATTEND, self._qkv.data_ptr(), keys, values, self._mixed.data_ptr()])
-        self._ops.append(
-            [
-                code.QUANTIZE,
-                self._mixed.data_ptr(),
-                self._mixed.shape[1],
-                layer.output.matrix.bits,
-                self._rows.data_ptr(),
-                self._scales.data_ptr(),
-            ]
-        )
+        angles = (rotary.cos.data_ptr(), rotary.sin.data_ptr())
+        self._ops.append([code.ROPE, self._qkv.data_ptr(), keys, values, *norms, *angles, *shape])
+        attend = [
+            self._qkv.data_ptr(),
+            keys,
+            values,
+            self._rows.data_ptr(),
+            self._scales.data_ptr(),
+            layer.output.matrix.bits,
+            config.sliding_window or 0,
+            *shape,
+            _float_bits(config.head_dim**-0.5),
+            self._piece_bytes,
+        ]
+        self._ops.append([code.ATTEND, *attend])
+        self._ops.append([code.MERGE, *attend])
         self._add_matmul(layer.output, self._delta)
         self._add_norm(layer.mlp_norm, layer.gate_up.matrix, has_delta=True)
         self._add_matmul(layer.gate_up, self._gate_up)
         self._ops.append(
             [
-                code.SILU,
+                code.GATE,
                 self._gate_up.data_ptr(),
                 self._products.shape[1],
                 layer.down.matrix.bits,
@@ -253,10 +307,10 @@ class _Program:
             ]
         )
 
-    def _make_header(self, config: ModelConfig, cache: LayerCache, rotary: Rotary) -> Any:
-        code, threads = self._code, self._launcher.num_threads
+    def _make_header(self, config: ModelConfig) -> Any:
+        code, threads = self._code, self._launcher.max_threads
         header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
-        scratch = code.scratch_bytes(config.num_heads, config.num_kv_heads, config.head_dim)
+        scratch = code.scratch_bytes(config.num_heads // config.num_kv_heads, config.head_dim)
         self._scratch = torch.empty(scratch * threads, dtype=torch.uint8)
         # the two cells that threads write to lie apart from the operations' counters
         arrivals = self._counters.ctypes.data + 8 * (len(self._ops) + 16)
@@ -264,19 +318,49 @@ class _Program:
         header[code.COUNTERS] = self._counters.ctypes.data
         header[code.ARRIVALS] = arrivals
         header[code.THREADS_SEEN] = arrivals + 8 * 16
-        header[code.NUM_THREADS] = threads
-        header[code.COS] = rotary.cos.data_ptr()
-        header[code.SIN] = rotary.sin.data_ptr()
-        header[code.NUM_HEADS] = config.num_heads
-        header[code.NUM_KV_HEADS] = config.num_kv_heads
-        header[code.HEAD_DIM] = config.head_dim
-        header[code.BLOCK_STRIDE] = cache.keys.stride(0) * cache.keys.element_size()
-        header[code.WINDOW] = config.sliding_window or 0
-        header[code.SCALE] = _float_bits(config.head_dim**-0.5)
         header[code.EPS] = _float_bits(config.rms_norm_eps)
         header[code.SCRATCH] = self._scratch.data_ptr()
         header[code.SCRATCH_STRIDE] = scratch
         return header
+
+
+class _Thin:
+    """One operation over rows of logits: which tokens can win the draw."""
+
+    def __init__(self, launcher: Launcher, vocab_size: int) -> None:
+        self._launcher, self._vocab_size = launcher, vocab_size
+        code = launcher.program
+        self._table = np.zeros(code.OP_FIELDS, dtype=np.int64)
+        self._table[:3] = (code.THIN, 0, vocab_size)
+        self._cells = np.zeros(40, dtype=np.int64)  # counter, arrivals, threads: lines of their own
+        header = self._header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
+        header[code.NUM_OPS] = 1
+        header[code.OPS] = self._table.ctypes.data
+        header[code.COUNTERS] = self._cells.ctypes.data
+        header[code.ARRIVALS] = self._cells.ctypes.data + 128
+        header[code.THREADS_SEEN] = self._cells.ctypes.data + 256
+
+    def run(self, logits: Tensor, requests: Sequence[tuple[int, int, float]]) -> list[Any]:
+        code = self._launcher.program
+        asked = np.zeros((len(requests), code.REQUEST_FIELDS), dtype=np.int64)
+        for at, (row, base, temperature) in enumerate(requests):
+            signed = base - (1 << 64) if base >> 63 else base
+            asked[at, :3] = (row, signed, _float_bits(1 / temperature))
+        left = np.empty((len(requests), code.MOST_LEFT + 1), dtype=np.int64)
+        self._cells.fill(0)
+        self._table[1] = logits.data_ptr()
+        self._table[3:5] = (asked.ctypes.data, left.ctypes.data)
+        self._header[code.NUM_ROWS] = len(requests)
+        self._launcher.run(self._header)
+        counts = left[:, 0].tolist()
+        return [
+            ids[1 : count + 1] if count <= code.MOST_LEFT else None
+            for ids, count in zip(left, counts, strict=True)
+        ]
+
+
+def _block_stride(cache: LayerCache) -> int:
+    return cache.keys.stride(0) * cache.keys.element_size()
 
 
 def _float_bits(value: float) -> int:
@@ -331,8 +415,12 @@ class _Loader:
         exact = [part for part in blocks if part is not None]
         if len(exact) == len(names) and len({part.bits for part in exact}) == 1:
             return _join(exact)
-        parts = [self._checkpoint.tensor(name, torch.float32) for name in names]
-        return cpu_pack.pack_8bit(torch.cat(parts))
+        weight = torch.cat([self._checkpoint.tensor(name, torch.float32) for name in names])
+        packed, error = cpu_pack.pack_8bit_measured(weight)
+        if error <= cpu_pack.MAX_ROUNDING_ERROR or len(weight) % cpu_pack.COLUMNS:
+            return packed
+        log.warning("%s stays in 16 bits: 8 would be off by %.2f %%", names[0], 100 * error)
+        return cpu_pack.pack_16bit(weight)
 
 
 def _join(parts: list[QuantBlocks]) -> PackedMatrix:

@@ -5,6 +5,16 @@ min_p, temperature, draw. The draw is Gumbel-max (Maddison et al., "A* Sampling"
 argmax(logit / T + g), where g is made of a hash of (seed, position, token id). No generator has a
 state: the same seed gives the same text in any batch, after a preemption and after a restart.
 Ties go to the lowest id, everywhere.
+
+The noise, exactly, for whoever draws elsewhere. All on unsigned 64 bits that wrap:
+
+    mix(x)  x += 9E3779B97F4A7C15; x = (x ^ x >> 30) · BF58476D1CE4E5B9;
+            x = (x ^ x >> 27) · 94D049BB133111EB; x ^ x >> 31        (hexadecimal; splitmix64)
+    h = mix(mix(mix(seed) + position) + token id)
+    u = ((h >> 11) + 0.5) / 2^53           g = -log(-log u)          (float64)
+
+`position` is how many tokens are known when the token is drawn: the first token after a prompt of n
+has position n.
 """
 
 from __future__ import annotations
@@ -19,6 +29,8 @@ from ..protocol import SamplingParams
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
+
+MIN_THIN_TEMPERATURE = 0.01  # below, float32 bounds of the noise say nothing
 
 _UNUSABLE = "the model's logits are not finite for this sequence"
 
@@ -46,10 +58,25 @@ def draw(
         raise UnusableLogits(_UNUSABLE)
     if params.temperature <= 0 or params.top_k == 1:
         return best
-    ids = candidates(scores, params)
-    noise = gumbel(seed, len(token_ids), ids)
+    return draw_among(candidates(scores, params), scores, params, seed, len(token_ids))
+
+
+def draw_among(ids: Ids, scores: Floats, params: SamplingParams, seed: int, position: int) -> int:
+    """The draw itself: the winner of these ids. Ids that cannot win may be left out."""
+    noise = gumbel(seed, position, ids)
     # float64: at a tiny temperature float32 would overflow
     return int(ids[(scores[ids].astype(np.float64) / params.temperature + noise).argmax()])
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """The logits are drawn from as they are, once min_tokens are there."""
+    return not (_has_penalties(params) or params.logit_bias)
+
+
+def draws_from_all(params: SamplingParams) -> bool:
+    """No cut-off, and noise: every token can be drawn."""
+    has_cut = params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.min_p > 0
+    return params.temperature >= MIN_THIN_TEMPERATURE and not has_cut
 
 
 def logprobs_of(logits: Floats, token_id: int, num_top: int) -> Logprobs:
@@ -108,7 +135,7 @@ def _penalized(scores: Floats, params: SamplingParams, token_ids: Sequence[int])
     """Prompt tokens in the window count too, as in llama.cpp."""
     last = params.repeat_last_n
     window = np.asarray(token_ids if last < 0 else token_ids[-last:], dtype=np.int64)
-    ids, counts = np.unique(window[window < len(scores)], return_counts=True)
+    ids, counts = np.unique(window[(window >= 0) & (window < len(scores))], return_counts=True)
     seen = scores[ids]
     seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
     seen -= params.frequency_penalty * counts + params.presence_penalty
@@ -120,8 +147,10 @@ def candidates(scores: Floats, params: SamplingParams) -> Ids:
     """The ids that may be drawn, best first where a cut-off had to sort them."""
     if params.top_k > 0:
         ids = _largest(scores, params.top_k)
-    elif params.top_p < 1 or params.typical_p < 1:
+    elif params.typical_p < 1:
         ids = np.lexsort((np.arange(len(scores)), -scores)).astype(np.int64)
+    elif params.top_p < 1:
+        return _nucleus(scores, params)
     else:
         ids = np.arange(len(scores), dtype=np.int64)
     ids = ids[np.isfinite(scores[ids])]
@@ -130,18 +159,50 @@ def candidates(scores: Floats, params: SamplingParams) -> Ids:
     if params.top_p < 1:
         chances = _softmax(scores[ids])
         ids = ids[: int(np.searchsorted(np.cumsum(chances), params.top_p)) + 1]
-    if params.min_p > 0:
-        ids = ids[scores[ids] >= scores[ids].max() + np.log(params.min_p)]
-    return ids
+    return _above_min_p(ids, scores, params)
+
+
+def _above_min_p(ids: Ids, scores: Floats, params: SamplingParams) -> Ids:
+    if params.min_p <= 0:
+        return ids
+    kept: Ids = ids[scores[ids] >= scores[ids].max() + np.log(params.min_p)]
+    return kept
+
+
+def _nucleus(scores: Floats, params: SamplingParams) -> Ids:
+    """The most likely ids that together reach top_p, best first; few of them, mostly."""
+    powers = np.exp(scores.astype(np.float64) - scores.max())
+    chances = powers / powers.sum()
+    count = 256
+    while True:
+        ids = _largest(scores, count)
+        reached = np.cumsum(chances[ids])
+        if reached[-1] >= params.top_p or count >= len(scores):
+            break
+        count *= 8
+    ids = ids[: int(np.searchsorted(reached, params.top_p)) + 1]
+    return _above_min_p(ids[np.isfinite(scores[ids])], scores, params)
 
 
 def _largest(scores: Floats, count: int) -> Ids:
     """The `count` best ids, best first, ties by id. No sort of the whole vocabulary."""
     if count >= len(scores):
         return np.lexsort((np.arange(len(scores)), -scores)).astype(np.int64)
-    threshold = np.partition(scores, len(scores) - count)[len(scores) - count]
-    ids = np.flatnonzero(scores >= threshold)  # a few too many if the last place is tied
+    ids = np.flatnonzero(scores >= _threshold(scores, count))  # a few too many
     return ids[np.lexsort((ids, -scores[ids]))][:count].astype(np.int64)
+
+
+def _threshold(scores: Floats, count: int) -> np.float32:
+    """At least `count` scores reach it, and mostly not many more.
+
+    As many parts of the vocabulary have a largest score that does. Far fewer numbers to partition
+    than there are scores.
+    """
+    size = max(1, len(scores) // (4 * count))
+    whole = len(scores) // size * size
+    peaks = scores[:whole].reshape(-1, size).max(1)
+    threshold: np.float32 = np.partition(peaks, len(peaks) - count)[len(peaks) - count]
+    return threshold
 
 
 def _typical(scores: Floats, ids: Ids, typical_p: float) -> Ids:
@@ -166,12 +227,21 @@ def gumbel(seed: int, position: int, ids: Ids) -> NDArray[np.float64]:
     The hash is the finaliser of splitmix64 (Steele et al., 2014), chained over the three inputs.
     """
     with np.errstate(over="ignore"):
-        base = _mix(_mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF)) + np.uint64(position))
-        bits = _mix(base + ids.astype(np.uint64))
+        bits = _mix(_base(seed, position) + ids.astype(np.uint64))
     # 53 bits, moved off 0 and 1: log(0) would make the noise infinite
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     result: NDArray[np.float64] = -np.log(-np.log(uniform))
     return result
+
+
+def noise_base(seed: int, position: int) -> int:
+    """What the noise of all token ids at a position has in common: h is mix(base + id)."""
+    with np.errstate(over="ignore"):
+        return int(_base(seed, position)[0])
+
+
+def _base(seed: int, position: int) -> NDArray[np.uint64]:
+    return _mix(_mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF)) + np.uint64(position))
 
 
 def _mix(value: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from llmd.backend.kernels import cpu_pack
 from llmd.backend.kernels.cpu_attention import Span
 from llmd.backend.kernels.cpu_launch import Launcher, self_test, why_not
 from llmd.backend.models.checkpoint import QuantBlocks
-from llmd.backend.models.compiled_decoder import CompiledDecoder, why_not_compiled
+from llmd.backend.models.compiled_decoder import CompiledDecoder, _Thin, why_not_compiled
 from llmd.backend.models.config import config_from_hf
 from llmd.backend.models.container import StoredRows
 from llmd.backend.models.decoder import Decoder, LayerCache, StepInputs
+from llmd.backend.protocol import SamplingParams
 from llmd.backend.runner.kv_cache import KVCache
+from llmd.backend.runner.sampler import draw, draw_among, noise_base
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"compiled kernels: {why_not()}")
 
@@ -199,6 +202,55 @@ def test_one_thread_gives_the_bits_of_two(launcher: Launcher) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 600}], ids=str)
+def test_a_long_sequence_cut_among_threads_keeps_its_bits(
+    launcher: Launcher, changes: dict[str, Any]
+) -> None:
+    """1,100 tokens are three pieces of keys; a lone decode step is cut, the long prompt is not."""
+    checkpoint = Checkpoint(max_position_embeddings=2048, **changes)
+    ids, table = _ids(1100, 8), torch.randperm(40, generator=torch.Generator().manual_seed(9))
+    results = []
+    for each in (launcher, Launcher(num_threads=1)):
+        decoder, cache = CompiledDecoder(checkpoint, each), _cache(checkpoint, torch.bfloat16)
+        decoder.forward(_step([(ids[:1098], 0, table)]), cache)
+        for at in (1098, 1099):
+            last = decoder.forward(_step([(ids[at : at + 1], at, table)]), cache)
+        results.append(last.clone())
+    decoder = CompiledDecoder(checkpoint, launcher)
+    whole = decoder.forward(_step([(ids, 0, table)]), _cache(checkpoint, torch.bfloat16))
+    assert torch.equal(*results)
+    assert torch.equal(results[0], whole)
+
+
+def test_the_best_token_is_the_lowest_id_of_the_largest_logit(launcher: Launcher) -> None:
+    checkpoint = Checkpoint()
+    decoder = CompiledDecoder(checkpoint, launcher)
+    steps = [(_ids(length, length), 0, torch.tensor([2 * length])) for length in range(1, 9)]
+    logits = decoder.forward(_step(steps), _cache(checkpoint, torch.bfloat16))
+    assert decoder.best[:8].tolist() == logits.argmax(-1).tolist()
+
+
+def test_the_few_that_are_left_hold_the_winner_of_every_draw(launcher: Launcher) -> None:
+    """Flat and steep logits, ties, masked ones; 400 draws, each against the whole vocabulary."""
+    vocab_size = 4099
+    rng = np.random.default_rng(10)
+    kinds = [np.zeros(vocab_size), rng.normal(0, 1, vocab_size), rng.normal(0, 8, vocab_size)]
+    kinds.append(np.where(rng.random(vocab_size) < 0.5, -np.inf, 1.0))
+    logits = torch.from_numpy(np.stack(kinds).astype(np.float32))
+    thin = _Thin(launcher, vocab_size)
+    counts = []
+    for seed in range(100):
+        temperature = (0.3, 1.0, 1.7)[seed % 3]
+        params = SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+        base = noise_base(seed, 7)
+        left = thin.run(logits, [(row, base, temperature) for row in range(len(kinds))])
+        for scores, ids in zip(logits.numpy(), left, strict=True):
+            wanted = draw(scores, params, seed, [0] * 7, 7, frozenset())
+            assert draw_among(ids, scores, params, seed, 7) == wanted
+            counts.append(len(ids))
+    assert max(counts) < 300
+
+
 def test_stale_numbers_in_a_block_are_never_seen(launcher: Launcher) -> None:
     checkpoint = Checkpoint()
     decoder = CompiledDecoder(checkpoint, launcher)
@@ -217,6 +269,27 @@ def test_packing_loses_no_more_than_rounding() -> None:
     step = groups.abs().amax(-1, keepdim=True) / 127
     error = (cpu_pack.unpack(cpu_pack.pack_8bit(weight)).view(24, 2, 32) - groups).abs()
     assert bool((error <= 0.51 * step + 127 * step * 2**-11).all())
+
+
+def test_weights_with_outliers_stay_in_16_bits(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = torch.randn((64, 128), generator=torch.Generator().manual_seed(11))
+    assert 0.004 < cpu_pack.pack_8bit_measured(plain)[1] < 0.006
+    spiky = plain.clone()
+    spiky[:, ::32] *= 30
+    packed, expected = cpu_pack.pack_8bit_measured(spiky)
+    measured = (cpu_pack.unpack(packed) - spiky).norm() / spiky.norm()
+    assert expected > cpu_pack.MAX_ROUNDING_ERROR
+    assert measured.item() == pytest.approx(expected, rel=0.1)
+    monkeypatch.setattr(cpu_pack, "MAX_ROUNDING_ERROR", 0.0)
+    checkpoint = Checkpoint()
+    decoder = CompiledDecoder(checkpoint, launcher)
+    assert decoder.linear_layout == "9 × 16 bit"
+    step = _step([(_ids(100, 1), 0, torch.tensor([5, 1, 9, 3]))])
+    wanted = Decoder(checkpoint, torch.float32).forward(step, _cache(checkpoint, torch.float32))
+    found = decoder.forward(step, _cache(checkpoint, torch.bfloat16))
+    assert ((found - wanted).norm() / wanted.norm()).item() < 0.03
 
 
 def test_4_bit_weights_come_back_to_the_bit() -> None:
