@@ -18,7 +18,8 @@ paper's five-shot prefix; "plain" does not.
                 stays within the bound
     --real      a real model on this CPU, lengths a quarter as long, all at once: requests per
                 second at saturation. A clock is fitted to the steps of one of the four runs, and
-                says beforehand what the other three will do
+                says beforehand what the other three will do. With --cpu-time one thread runs and
+                its processor's seconds are counted, which other programs disturb less
 
     python -m llmd.benchmarks.ablation --out benchmarks/results/ablation-simulator.md
     python -m llmd.benchmarks.ablation --real MODEL.gguf --out benchmarks/results/ablation-cpu.md
@@ -31,12 +32,12 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..backend.engine.batch import Batch, StepResult
+from ..backend.engine.batch import Batch, Runner, StepResult
 from ..backend.engine.engine import Engine
 from ..backend.engine.scheduler import Scheduler, SchedulerConfig
 from ..backend.engine.sequence import EngineRequest
@@ -104,15 +105,16 @@ class TimedRunner(Protocol):
 class MeasuredRunner:
     """A real runner; its clock adds up what its steps took."""
 
-    def __init__(self, runner: TimedRunner) -> None:
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
         self._runner = runner
+        self._clock = clock
         self.now = 0.0
         self.steps: list[Observation] = []
 
     def execute(self, batch: Batch) -> StepResult:
-        began = time.perf_counter()
+        began = self._clock()
         result = self._runner.execute(batch)
-        seconds = time.perf_counter() - began
+        seconds = self._clock() - began
         self.now += seconds
         self.steps.append(Observation(batch.num_tokens, num_kv_tokens(batch), seconds))
         return result
@@ -288,14 +290,19 @@ def simulate(options: argparse.Namespace) -> str:
 
 
 def measured_table(
-    runner: TimedRunner, setting: Setting, seed: int, count: int, has_system_prompt: bool
+    runner: Runner,
+    clock: Callable[[], float],
+    setting: Setting,
+    seed: int,
+    count: int,
+    has_system_prompt: bool,
 ) -> str:
     """All policies on the real runner, and what the clock fitted to the paged run says of them."""
     trace = make_trace(setting, seed, count, 1e6, has_system_prompt)
     outcomes: dict[str, Outcome] = {}
     steps: list[Observation] = []
     for policy in ("paged", "static", "orca", "shared"):
-        measured = MeasuredRunner(runner)
+        measured = MeasuredRunner(runner, clock)
         outcomes[policy] = Serving(measured, setting, policy, trace).run()
         if policy == "paged":
             steps = measured.steps
@@ -310,14 +317,14 @@ def measured_table(
     ]
     for policy in POLICIES:
         real = outcomes[policy]
-        clock = Serving(SimulatedRunner(machine), setting, policy, trace).run()
+        told = Serving(SimulatedRunner(machine), setting, policy, trace).run()
         against = [real.requests_per_s / outcomes[base].requests_per_s for base in POLICIES[:2]]
-        off = clock.requests_per_s / real.requests_per_s - 1
+        off = told.requests_per_s / real.requests_per_s - 1
         fitted = " (fitted to it)" if policy == "paged" else ""
         lines.append(
             f"| {policy} | {real.requests_per_s:.2f} | {real.tokens_per_s:.0f} "
             f"| {against[0]:.2f} | {against[1]:.2f} | {real.real_share:.1%} | {real.preemptions} "
-            f"| {clock.requests_per_s:.2f} | {off:+.1%}{fitted} |"
+            f"| {told.requests_per_s:.2f} | {off:+.1%}{fitted} |"
         )
         print(lines[-1], flush=True)
     lines.append(
@@ -334,12 +341,15 @@ def measure(options: argparse.Namespace) -> str:
     from ..backend.runner.model_runner import ModelRunner
 
     files = [ModelFile(options.real.name, "weights", str(options.real))]
-    load = Load("ablation", "ablation", files, context_length=CPU.reserved)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    num_threads = int(options.cpu_time)
+    length = CPU.reserved
+    load = Load("ablation", "ablation", files, context_length=length, num_threads=num_threads)
     runner = ModelRunner(open_checkpoint(files), load, lambda share, stage: None)
     warm = make_trace(CPU, 99, 8, 1e6, False)
-    Serving(MeasuredRunner(runner), CPU, "paged", warm).run()  # type: ignore[arg-type]
+    Serving(MeasuredRunner(runner, clock), CPU, "paged", warm).run()
     tables = [
-        measured_table(runner, CPU, options.seed, options.requests, has_system_prompt)  # type: ignore[arg-type]
+        measured_table(runner, clock, CPU, options.seed, options.requests, has_system_prompt)
         for has_system_prompt in (False, True)
     ]
     return (
@@ -347,7 +357,8 @@ def measure(options: argparse.Namespace) -> str:
         f"{options.real.name} --requests {options.requests} --seed {options.seed}`: kernels "
         f"{runner.details['kernels']}, {runner.details['threads']} threads; {CPU.kv_slots} slots "
         f"of KV cache, reservations of {CPU.reserved}, prompts of {CPU.mean_prompt} and outputs of "
-        f"{CPU.mean_output} tokens in the mean, all there at once; seconds are those of the steps."
+        f"{CPU.mean_output} tokens in the mean, all there at once; seconds are those of the steps"
+        f"{', of the processor' if options.cpu_time else ''}."
         "\n\n" + "\n\n".join(tables) + "\n"
     )
 
@@ -357,6 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--machine", choices=sorted(MACHINES), default="a100")
     parser.add_argument("--real", type=Path, help="a GGUF to run on this CPU")
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
