@@ -410,6 +410,8 @@ class ModelManager:
         if base is not None:
             return base + KV_FLOOR_BYTES
         dtype_bytes = 4 if self._settings.dtype in ("auto", "float32") else 2
+        if manifest.format == "gguf" and self._settings.dtype == "auto":
+            dtype_bytes = 0
         return estimate_bytes(weights_bytes(manifest), manifest.parameter_count or 0, dtype_bytes)
 
     def _need(self, entry: Entry, has_gpus: bool) -> Need:

@@ -64,6 +64,11 @@ class FakeWorkerProcess:
     async def set_kv_budget(self, budget_bytes: int) -> None:
         self.budgets.append(budget_bytes)
 
+    def tell(self) -> None:
+        """New figures, as a worker tells them each second."""
+        if self.on_stats is not None:
+            self.on_stats()
+
     def die(self) -> None:
         self.state = State.DEAD
         self._died.set()

@@ -13,8 +13,8 @@ import pytest
 
 from llmd.daemon.devices import Device, Inventory
 from llmd.daemon.errors import LoadFailed, NoMemory, ServerBusy
-from llmd.daemon.holdoff import FIRST_S
-from llmd.daemon.manager import ModelManager
+from llmd.daemon.holdoff import FIRST_S, HoldOff
+from llmd.daemon.manager import PATIENCE_S, ModelManager
 from llmd.daemon.settings import Settings
 from llmd.registry.errors import ModelNotFound
 from llmd.registry.names import ModelName
@@ -105,7 +105,7 @@ def test_random_requests_over_ten_minutes_load_as_rarely_as_lru_allows(tmp_path:
 def test_crowds_never_exceed_the_memory_and_nobody_fails(tmp_path: Path) -> None:
     async def work() -> None:
         sizes = dict.fromkeys("abc", int(1.2 * GB))  # the first estimate is a little above
-        stage = VirtualStage(tmp_path, sizes, memory_limit_bytes=int(2.7 * GB))
+        stage = VirtualStage(tmp_path, sizes, memory_limit_bytes=int(2.7 * GB), dtype="float32")
         draw = random.Random(11)
         most = 0
 
@@ -234,8 +234,8 @@ def test_a_busy_model_is_waited_for_and_not_ended(tmp_path: Path) -> None:
 
 def test_a_model_that_never_fits_is_refused_with_both_sizes(tmp_path: Path) -> None:
     async def work() -> None:
-        stage = VirtualStage(tmp_path, SIZES, memory_limit_bytes=GB)
-        with pytest.raises(NoMemory, match=r"needs about 1\.3 GB and llmd may use 1\.0 GB"):
+        stage = VirtualStage(tmp_path, SIZES, memory_limit_bytes=GB // 2)
+        with pytest.raises(NoMemory, match=r"needs about 0\.6 GB and llmd may use 0\.5 GB"):
             await stage.use("a")
         assert stage.loads == []
         await stage.close()
@@ -255,7 +255,7 @@ def test_memory_that_other_programs_hold_is_not_taken(tmp_path: Path) -> None:
             clock=asyncio.get_running_loop().time,
             inventory=HostOf(lambda: 5 * GB - spawner.used_bytes - others[0]),
         )
-        manager._limit_bytes = 100 * GB
+        manager._memory.limit_bytes = 100 * GB
         async with manager.lease(ModelName.parse("a")):
             others[0] = 2 * GB  # a and b together would no longer fit
         async with manager.lease(ModelName.parse("b")):
@@ -264,6 +264,70 @@ def test_memory_that_other_programs_hold_is_not_taken(tmp_path: Path) -> None:
         await manager.shutdown()
 
     run_virtually(work)
+
+
+def test_a_load_that_waits_for_a_busy_model_is_passed_by_smaller_ones_but_not_for_ever(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        sizes = {"busy": 2 * GB, "large": 2 * GB, "small": GB // 4, "late": GB // 4}
+        stage = VirtualStage(tmp_path, sizes, memory_limit_bytes=3 * GB)
+        for name in ("large", "small", "late"):  # their sizes are known from now on
+            await stage.use(name, keep_alive_s=0)
+        await asyncio.sleep(1)
+        busy = asyncio.create_task(stage.use("busy", work_s=60))
+        await asyncio.sleep(5)
+        large = asyncio.create_task(stage.use("large", work_s=30))
+        await asyncio.sleep(1)
+        assert await stage.use("small", keep_alive_s=0) == pytest.approx(2.0)
+        await asyncio.sleep(PATIENCE_S)
+        late = await stage.use("late")
+        assert busy.done(), "nobody passes it any more"
+        assert late > 30
+        assert await large > 50
+        await stage.close()
+
+    run_virtually(work)
+
+
+def test_an_idle_model_leaves_when_other_programs_need_the_memory(tmp_path: Path) -> None:
+    async def work() -> None:
+        stage = VirtualStage(tmp_path, SIZES)
+        spawner = FakeSpawner({f"{name}:latest": size for name, size in SIZES.items()})
+        free = [20 * GB]
+        manager = ModelManager(
+            Settings(models=tmp_path),
+            stage.store,
+            spawner,
+            clock=asyncio.get_running_loop().time,
+            inventory=HostOf(lambda: free[0]),
+        )
+        for name in "ab":
+            async with manager.lease(ModelName.parse(name)):
+                await asyncio.sleep(1)
+        async with manager.lease(ModelName.parse("c")):
+            free[0] = GB
+            for _ in range(40):
+                await asyncio.sleep(0.5)
+                spawner.alive["c:latest"].tell()
+            left = [entry for entry in manager.history() if entry.event == "unloaded"]
+            assert [entry.model for entry in left] == ["a:latest", "b:latest"]
+            assert left[0].reason == "other programs need memory: 1.0 GB are free"
+            assert [model.manifest.name.model for model in manager.loaded()] == ["c"]
+        await manager.shutdown()
+
+    run_virtually(work)
+
+
+def test_a_model_that_works_between_its_deaths_is_not_held_off() -> None:
+    hold_off = HoldOff()
+    for now in range(20):
+        hold_off.died("a", float(now), "killed")
+        hold_off.worked("a")
+        assert hold_off.held_s("a", float(now)) == 0
+    for now in range(20, 23):
+        hold_off.died("a", float(now), "killed")
+    assert hold_off.held_s("a", 23.0) > 0
 
 
 def test_a_failed_load_tells_all_who_wait_and_is_tried_again(tmp_path: Path) -> None:
