@@ -177,9 +177,12 @@ class Scheduler:
         return sequence
 
     def preempt(self, id: str) -> bool:
-        """Make a running sequence give back its blocks and wait. For tests of that path."""
+        """Make a running sequence give back its blocks and wait. For tests of that path.
+
+        False, and nothing changed, if it does not run or is protected.
+        """
         sequence = self._sequences.get(id)
-        if sequence is None or sequence.status is not Status.RUNNING:
+        if sequence is None or sequence.status is not Status.RUNNING or sequence.is_protected:
             return False
         self._preempt(sequence)
         return True

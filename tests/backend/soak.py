@@ -2,10 +2,10 @@
 
     python -m tests.backend.soak benchmarks/results/soak.md [REQUESTS]      (about 3 minutes)
 
-Random lengths, priorities, clients, salts, shared prefixes, sampling, stop tokens, drafts; one in
-six is cancelled at a random moment; the pool is small, so that preemption is daily bread. Every
-request must end exactly once, as asked; the invariants hold on the way; in the end no block is in
-use; the resident memory after the first fifth is that of the end.
+Random lengths, priorities, clients, salts, shared prefixes, sampling, stop tokens, drafts; many are
+cancelled at a random moment, others are made to give back their blocks, and the pool is small.
+Every request must end exactly once, as asked; the invariants hold on the way; in the end no block
+is in use; the resident memory after the first fifth is that of the end.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Soak:
         while report.requests < self._num_requests or self._engine.has_work:
             self._let_some_in(fifths)
             self._cancel_some()
+            self._preempt_some()
             self._step()
             if report.steps % CHECK_EVERY == 0:
                 self._engine.check()
@@ -133,7 +134,7 @@ class Soak:
         return tuple(self._rng.randrange(VOCABULARY) for _ in range(count))
 
     def _cancel_some(self) -> None:
-        if self._live and self._rng.random() < 0.35:
+        if self._live and self._rng.random() < 0.3:
             id = self._rng.choice(list(self._live))
             output = self._engine.cancel(id)
             if output is None:
@@ -141,6 +142,11 @@ class Soak:
             del self._live[id]
             self._counts.pop(id, None)
             self.report.ends["abort"] += 1
+
+    def _preempt_some(self) -> None:
+        """Besides those whom the pool is too small for."""
+        if self._live and self._rng.random() < 0.1:
+            self._engine.force_preempt(self._rng.choice(list(self._live)))
 
     def _step(self) -> None:
         self.report.steps += 1

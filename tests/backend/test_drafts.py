@@ -11,7 +11,7 @@ from llmd.backend.engine.engine import Engine, SequenceOutput
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
 
 from .fake_runner import FakeRunner, next_id
-from .test_scheduler import request
+from .test_scheduler import Clock, request
 
 BLOCK = 4
 PROMPT = list(range(17))
@@ -36,7 +36,7 @@ def run(
     config = SchedulerConfig(
         len(runner.slots) // BLOCK, BLOCK, max_batch_tokens=32, max_drafts=max_drafts
     )
-    engine = Engine(Scheduler(config), runner)
+    engine = Engine(Scheduler(config), runner, Clock())  # every step takes as long: drafts are free
     for index in range(num_streams):
         engine.add(request(f"s{index}", [*PROMPT[index:], *PROMPT[:index]], max_tokens, **fields))
     texts: dict[str, list[int]] = {}
