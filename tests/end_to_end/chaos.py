@@ -4,11 +4,12 @@ A daemon with the real model under three names, memory for two of them, and eigh
 Meanwhile workers are killed and stopped, clients hang up, requests are cancelled, models are pulled
 again, removed while they are loaded and brought back, and other programs take the memory.
 
-    python -m tests.end_to_end.chaos [--seconds 300] [--seed 1]
+    python -m tests.end_to_end.chaos [--seconds 300] [--seed 1] [--fake]
 
 Every answer must be, to the letter, what the model says undisturbed; or, if someone cut it short, a
 beginning of that. Afterwards each owner of state checks itself, and no block, lease or process is
-left. The daemon runs in this process, so that its state can be looked at.
+left. The daemon runs in this process, so that its state can be looked at. With --fake its workers
+are tests/fake_worker.py: the daemon's part of it all, in seconds and without a model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from llmd.registry.store import ModelStore
 
 from .. import model_files
 
+FAKE_COMMAND = (sys.executable, str(Path(__file__).parent.parent / "fake_worker.py"))
 NAMES = ("one", "two", "three")
 NUM_CLIENTS = 8
 NUM_PREDICT = 24
@@ -86,10 +88,16 @@ class ChangingMachine(Inventory):
 class Stage:
     """The daemon under test."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, is_fake: bool) -> None:
         self.store = ModelStore(root)
         self.machine = ChangingMachine()
-        self.settings = Settings(models=root, num_threads=1, max_loaded_models=2, drain_s=2.0)
+        self.settings = Settings(
+            models=root,
+            num_threads=1,
+            max_loaded_models=2,
+            drain_s=2.0,
+            worker_command=FAKE_COMMAND if is_fake else (),
+        )
         self.manager = ModelManager(self.settings, self.store, inventory=self.machine)
         self.manifests: dict[str, Manifest] = {}
 
@@ -136,6 +144,7 @@ class Chaos:
         self._seconds = seconds
         self.tally = Tally()
         self._expected: dict[str, str] = {}
+        self.pids: set[int] = set()
         self._is_over = False
 
     async def run(self) -> None:
@@ -177,7 +186,7 @@ class Chaos:
         body = {
             "model": name,
             "messages": [{"role": "user", "content": prompt}],
-            "options": {"num_predict": NUM_PREDICT, "temperature": 0},
+            "options": {"num_predict": NUM_PREDICT, "temperature": 0, "seed": 7},
         }
         text, num_lines = "", 0
         async with self._client.stream("POST", "/api/chat", json=body) as response:
@@ -234,6 +243,7 @@ class Chaos:
 
     async def _signal(self, number: int) -> None:
         pids = self._stage.pids
+        self.pids.update(pids)
         if pids:
             os.kill(self._draw.choice(pids), number)
 
@@ -286,9 +296,11 @@ async def settle(stage: Stage) -> dict[str, Any]:
     }
 
 
-async def trial(root: Path, seconds: float, seed: int) -> tuple[Tally, dict[str, Any]]:
+async def trial(
+    root: Path, seconds: float, seed: int, is_fake: bool
+) -> tuple[Tally, dict[str, Any]]:
     """Chaos, then the reckoning. No process is left."""
-    stage = Stage(root)
+    stage = Stage(root, is_fake)
     await stage.start()
     chaos = Chaos(stage, seed, seconds)
     try:
@@ -296,8 +308,7 @@ async def trial(root: Path, seconds: float, seed: int) -> tuple[Tally, dict[str,
         left = await settle(stage)
     finally:
         await stage.close()
-    me = psutil.Process()
-    left["processes"] = len([child for child in me.children() if child.status() != "zombie"])
+    left["processes"] = len([pid for pid in chaos.pids if psutil.pid_exists(pid)])
     left["events"] = dict(Counter(entry.event for entry in stage.manager.history()))
     left["counters"] = stage.manager.counters()
     return chaos.tally, left
@@ -307,9 +318,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--fake", action="store_true")
     arguments = parser.parse_args()
+    if arguments.fake:
+        os.environ["FAKE_WORKER"] = json.dumps({name: {"token_s": 0.03} for name in NAMES})
     with tempfile.TemporaryDirectory() as folder:
-        tally, left = asyncio.run(trial(Path(folder), arguments.seconds, arguments.seed))
+        tally, left = asyncio.run(
+            trial(Path(folder), arguments.seconds, arguments.seed, arguments.fake)
+        )
     print(f"seed {arguments.seed}, {arguments.seconds:g} s")
     print("done to them:", dict(tally.acts))
     print("ends:        ", dict(tally.ends))
@@ -317,8 +333,13 @@ def main() -> int:
     print("afterwards:  ", left)
     for line in tally.wrong[:20]:
         print("WRONG", line)
-    is_clean = not any(left[key] for key in ("blocks in use", "sequences", "leases", "requests"))
-    return 0 if is_clean and not left["processes"] and not tally.wrong else 1
+    return 0 if is_clean(tally, left) else 1
+
+
+def is_clean(tally: Tally, left: dict[str, Any]) -> bool:
+    """Nobody was told anything wrong, and nothing is left."""
+    kinds = ("blocks in use", "sequences", "leases", "requests", "processes")
+    return not tally.wrong and not any(left[kind] for kind in kinds)
 
 
 if __name__ == "__main__":

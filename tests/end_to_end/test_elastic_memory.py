@@ -6,11 +6,16 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+
+from llmd.registry.names import ModelName
+from llmd.registry.store import ModelStore
 
 from .real_daemon import Daemon, running_daemon, wait_until
 from .test_first_light import store_model
@@ -78,6 +83,29 @@ def test_memory_follows_the_tokens_and_comes_back(daemon: Daemon, stored: tuple[
     busy = psutil.getloadavg()[0] > 1.5
     assert took_s < GIVEN_BACK_S or busy, took_s
     assert daemon.workers()[0].pid == pid
+
+
+def test_a_second_model_takes_the_idle_prefixes_of_the_first_and_not_its_place(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    first = store_model(tmp_path, smollm2_gguf)
+    store = ModelStore(tmp_path)
+    manifest = store.get(ModelName.parse(first))
+    store.put(replace(manifest, name=ModelName.parse("second"), params={"num_keep": 5}))
+    # Nothing is saved to disk, so prefixes stay in memory; two models fit, and little besides.
+    with running_daemon(tmp_path, LLMD_PREFIX_CACHE="0", LLMD_MEMORY_LIMIT="1200MB") as daemon:
+        for number in range(3):
+            daemon.post("/api/chat", question(first, number, 500, 2), 300)
+        wait_until(lambda: daemon.ps()[0]["running"] == 0, "the first model to rest")
+        (loaded,) = daemon.ps()
+        cached = loaded["kv"]["bytes"]
+        assert cached > 100 * 10**6, "the prefixes of three long chats are kept"
+        daemon.post("/api/chat", question("second", 0, 5, 2), 300)
+        by_name = {model["name"]: model for model in daemon.ps()}
+        assert by_name[first]["pid"] == loaded["pid"]
+        assert by_name[first]["kv"]["bytes"] < cached
+        history = httpx.get(f"{daemon.url}/api/history").json()["history"]
+        assert [entry["event"] for entry in history] == ["loaded", "loaded"]
 
 
 def test_a_chat_outlives_its_worker_and_damaged_files_do_not_matter(
