@@ -31,10 +31,12 @@ T = TypeVar("T")
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 FIRST_READ_BYTES = 4 << 20
-MAX_HEADER_BYTES = 32 << 20  # twice the largest in use, a vocabulary of 262,144 with its merges
+MAX_HEADER_BYTES = 24 << 20  # half as much again as a vocabulary of 262,144 with its merges
 MAX_ITEMS = 1 << 20  # of one list; twice the longest in use
 MAX_DIMS = 4  # what ggml can hold
 MAX_ARRAY_DEPTH = 2
+MAX_TEXT_BYTES = 4 << 20  # of one text: a chat template, a licence
+MAX_NESTED = 1024  # arrays in an array; no header in use has any
 
 # Type id: (name, weights in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
@@ -305,9 +307,13 @@ class _Parser:
             return self._strings(self._counted(count, 8, "strings"))
         if type_id in _SCALARS and count > self.max_items:
             size = _SCALARS[type_id][2]
-            self._bytes_until(self.offset + self._counted(count, size, "array items") * size)
+            end = self.offset + self._counted(count, size, "array items") * size
+            self._require(end)
+            self.offset = end
             return []
         if type_id == _ARRAY:
+            if count > MAX_NESTED:
+                raise FormatError(f"{count} arrays are nested in one")
             return [self._array(depth + 1) for _ in range(self._counted(count, 12, "arrays"))]
         if type_id not in _SCALARS:
             raise FormatError(f"a metadata array has the unknown type {type_id}")
@@ -329,9 +335,10 @@ class _Parser:
         try:
             for _ in range(count):
                 start = offset + 8
-                offset = start + unpack(data, offset)[0]
-                if offset > end:
-                    self._require(offset)
+                length = unpack(data, offset)[0]
+                offset = start + length
+                if offset > end or length > MAX_TEXT_BYTES:
+                    self._require(offset, is_far=length > MAX_TEXT_BYTES)
                 append(data[start:offset].decode("utf-8", "replace"))
         except struct.error:
             raise _OutOfData from None
@@ -351,6 +358,7 @@ class _Parser:
 
     def _string(self, strict: bool = False) -> str:
         length = int(self._scalar("<Q"))
+        self._require(self.offset + length, is_far=length > MAX_TEXT_BYTES)
         try:
             text = self._bytes_until(self.offset + length)
             return text.decode("utf-8", "strict" if strict else "replace")
@@ -369,12 +377,14 @@ class _Parser:
         start, self.offset = self.offset, end
         return self.data[start:end]
 
-    def _require(self, end: int) -> None:
+    def _require(self, end: int, is_far: bool = False) -> None:
         if end > self.file_size:
             raise FormatError(
                 f"it is truncated or damaged: {end} bytes are announced, the file has "
                 f"{self.file_size}"
             )
+        if is_far:
+            raise FormatError(f"a text in it is longer than {MAX_TEXT_BYTES} bytes")
         if end > len(self.data):
             raise _OutOfData
 

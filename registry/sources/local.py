@@ -11,6 +11,7 @@ are not hashed again.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..store import ModelStore, hash_file
 from .base import Fetched, Work
 
 OnHashed = Callable[[str, int, int], None]  # file name, its bytes, bytes hashed so far
+TOLD_BYTES = 64 << 20  # hashed between two lines of progress
 _NAMED_BY_DIGEST = re.compile(r"(?:sha256[-:])?([0-9a-f]{64})\Z")
 
 
@@ -42,7 +44,15 @@ class LocalSource:
         """See Source."""
         work.serve_from(self.label)
         work.say(f"hashing {self.path.name}")
-        return await in_thread(lambda: take_local(work.store, self.path))
+        loop, told = asyncio.get_running_loop(), 0
+
+        def on_hashed(name: str, total: int, done: int) -> None:
+            nonlocal told
+            if done - told >= TOLD_BYTES or done < told:
+                told = done
+                loop.call_soon_threadsafe(work.advance, name, None, total, done)
+
+        return await in_thread(lambda: take_local(work.store, self.path, on_hashed))
 
 
 def take_local(store: ModelStore, path: Path, on_hashed: OnHashed | None = None) -> Fetched:
@@ -50,9 +60,12 @@ def take_local(store: ModelStore, path: Path, on_hashed: OnHashed | None = None)
 
     Raises ModelNotFound, Unsupported or BadModelFile, with the path named.
     """
-    if not path.exists():
-        raise ModelNotFound(str(path), f"there is no file or folder {path}")
-    named = {path.name: path} if path.is_file() else _folder_files(path)
+    try:
+        if not path.exists():
+            raise ModelNotFound(str(path), f"there is no file or folder {path}")
+        named = {path.name: path} if path.is_file() else _folder_files(path)
+    except OSError as error:
+        raise BadModelFile(f"{error.filename or path} cannot be read: {error.strerror}") from None
     taken = tuple(
         take_file(store, file, name, _role(name, file), on_hashed) for name, file in named.items()
     )
@@ -85,7 +98,7 @@ def _folder_files(folder: Path) -> dict[str, Path]:
     """The files of a model folder by name; one GGUF, or a safetensors model."""
     found = {
         file.relative_to(folder).as_posix(): file
-        for file in sorted(folder.glob("*")) + sorted(folder.glob("*/*"))
+        for file in sorted(folder.iterdir()) + sorted(folder.glob("*/*"))
         if file.is_file()
     }
     model = {name: file for name, file in found.items() if role_of(name) is not None}

@@ -208,7 +208,7 @@ def test_two_thousand_damaged_real_headers_raise_nothing_but_the_documented_erro
         assert outcome.growth < fuzz_headers.MAX_GROWTH
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 3))
 def test_whatever_follows_the_magic_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, tail: bytes, num_tensors: int, num_pairs: int
@@ -230,7 +230,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.dictionaries(WORDS.filter(lambda key: key != "general.alignment"), VALUES, max_size=8))
 def test_any_metadata_comes_back_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, metadata: dict[str, Any]
@@ -253,7 +253,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.dictionaries(st.text(max_size=12), JSON, max_size=4))
 def test_any_json_as_a_safetensors_header_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any]
