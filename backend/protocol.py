@@ -270,6 +270,7 @@ class Stats(Message, frozen=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    blocks_left_behind: int = 0  # given back because the window of a layer had passed them
     tokens_per_s: float = 0.0  # output, over the last seconds
     rss_bytes: int = 0
     kv_wanted_bytes: int = 0  # what the KV cache should be allowed, as things are

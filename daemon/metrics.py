@@ -164,6 +164,7 @@ class Metrics:
         for name, help_text in (
             ("cached_tokens", "prompt tokens taken from the prefix cache"),
             ("preemptions", "sequences that lost their blocks and ran again"),
+            ("blocks_left_behind", "KV blocks given back because a window had passed them"),
         ):
             counter = CounterMetricFamily(f"llmd_{name}", help_text, labels=["model"])
             for model, loaded in rows:

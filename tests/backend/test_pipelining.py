@@ -183,7 +183,7 @@ def test_a_sequence_that_fails_alone_leaves_the_step_ahead_to_the_others() -> No
 # ------------------------------------------------------------------ the model checker
 
 OPERATIONS = ("add a", "add b", "step", "cancel", "preempt")
-LENGTH = 7 if os.environ.get("LLMD_LONG_TESTS") else 5
+LENGTH = 7 if os.environ.get("LLMD_LONG_TESTS") else 4
 PROMPTS = {"a": [1] * 6, "b": [1] * 5 + [2, 3]}
 STOPS = {id: frozenset([expected(prompt, 4)[3]]) for id, prompt in PROMPTS.items()}
 
