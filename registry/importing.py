@@ -18,7 +18,6 @@ Sources: the layouts as written down in issue 4.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -62,24 +61,6 @@ class Found:
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(path.stat().st_size for _, path in self.files.values())
-
-
-def default_places() -> list[Path]:
-    """Where other tools keep their models on this machine; those that exist."""
-    home = Path.home()
-    environment = [os.environ.get(name, "") for name in ("OLLAMA_MODELS", "HF_HUB_CACHE")]
-    hf_home = os.environ.get("HF_HOME")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    candidates = [
-        *(Path(value) for value in environment if value),
-        *([Path(hf_home) / "hub"] if hf_home else []),
-        home / ".ollama" / "models",
-        Path("/usr/share/ollama/.ollama/models"),
-        cache / "huggingface" / "hub",
-        home / ".lmstudio" / "models",
-        cache / "lm-studio" / "models",
-    ]
-    return [path for path in dict.fromkeys(candidates) if path.is_dir()]
 
 
 def discover(path: Path, *, may_be_empty: bool = False) -> list[Found]:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from ...registry.build import template_note
 from ...registry.errors import RegistryError
-from ...registry.importing import Found, default_places, discover, take_over
+from ...registry.importing import Found, discover, take_over
 from ...registry.manifest import Manifest, ManifestFile
+from ...registry.places import default_places
 from ...registry.store import ModelStore
 from ...registry.usage import ModelUsage, usage_of
 from ..errors import BadRequest, NotFound

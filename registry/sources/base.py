@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-from ..download import Downloader
+from ..download import Downloader, in_thread
 from ..manifest import ManifestFile
+from ..places import find_blob
 from ..runnable import check_config, check_gguf_start
 from ..settings import PullSettings
-from ..store import ModelStore
+from ..store import ModelStore, hash_file
 from ..transfer import RemoteFile
 from ..web import proxy_shown
 
@@ -73,6 +76,24 @@ class WantedFile:
     role: str
 
 
+def share_checked(
+    store: ModelStore, path: Path, file: WantedFile, digest: str
+) -> ManifestFile | None:
+    """Take the file over without a copy, if it is what its name says. Blocking; hashes it."""
+    try:
+        before = path.stat()
+        if hash_file(path) != digest:
+            return None
+        storage = store.share_blob(path, digest)
+    except OSError:
+        return None
+    if storage == "blob":
+        return ManifestFile(file.name, file.role, digest, before.st_size)
+    external = str(path) if storage == "external" else None
+    time_ns = before.st_mtime_ns
+    return ManifestFile(file.name, file.role, digest, before.st_size, storage, external, time_ns)
+
+
 class Work:
     """One pull's tools: the store, the downloads, the settings, and the way to report."""
 
@@ -129,15 +150,35 @@ class Work:
     ) -> tuple[ManifestFile, ...]:
         """Download all of these, small ones first, so that a wrong model is known early."""
         settings = settings or self.settings
-        remotes = [file.remote for file in wanted]
-        self.downloader.check_space(remotes, settings)
         self.plan({file.name: file.remote.size for file in wanted})
-        fetched = {}
+        fetched = await self._taken_over(wanted)
+        remotes = [file.remote for file in wanted if file.name not in fetched]
+        self.downloader.check_space(remotes, settings)
         for file in sorted(wanted, key=lambda file: file.remote.size):
-            fetched[file.name] = await self._fetch_one(file, settings)
+            if file.name not in fetched:
+                fetched[file.name] = await self._fetch_one(file, settings)
             if file.name == "config.json":
                 check_config(self.store.path_of(fetched[file.name]), self._label or file.name)
         return tuple(fetched[file.name] for file in wanted)
+
+    async def _taken_over(self, wanted: Sequence[WantedFile]) -> dict[str, ManifestFile]:
+        """Those that another tool on this machine has: shared with it, not fetched."""
+        taken = {}
+        for file in wanted:
+            digest = file.remote.sha256
+            if digest is None or self.store.has_blob(digest):
+                continue
+            self.pin(digest)
+            path = find_blob(digest, file.remote.size)
+            if path is None:
+                continue
+            self.say(f"checking {path}")
+            shared = await in_thread(partial(share_checked, self.store, path, file, digest))
+            if shared is not None:
+                taken[file.name] = shared
+                self.say(f"{file.name} is shared with {path}")
+                self.advance(file.name, digest, file.remote.size, file.remote.size)
+        return taken
 
     async def _fetch_one(self, file: WantedFile, settings: PullSettings) -> ManifestFile:
         remote = file.remote

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from pathlib import Path
@@ -9,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from llmd.registry.errors import BadModelFile, ModelNotFound, Unsupported
-from llmd.registry.importing import default_places, discover, take_over
+from llmd.registry.importing import discover, take_over
 from llmd.registry.names import ModelName
+from llmd.registry.places import default_places
+from llmd.registry.pull import pull
+from llmd.registry.settings import PullSettings
 from llmd.registry.store import ModelStore
 
 from . import model_makers as make
+from .hub_fixture import running_hub
 from .ollama_fixture import GO_TEMPLATE, usual_layers, write_store
 
 BIG = make.tiny_gguf() + b"\0" * (4 << 20)
@@ -184,3 +189,31 @@ def test_the_places_of_other_tools_are_known(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     found = [place for place in default_places() if place.is_relative_to(tmp_path)]
     assert found == [tmp_path / "o", tmp_path / ".lmstudio" / "models"]
+
+
+@pytest.mark.parametrize("kind", ["ollama", "hub"])
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["sound", "damaged"])
+def test_what_another_tool_has_is_shared_with_it_and_not_fetched(
+    store: ModelStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    is_damaged: bool,
+) -> None:
+    place = tmp_path / "theirs"
+    digest = hashlib.sha256(BIG).hexdigest()
+    blobs = place / ("blobs" if kind == "ollama" else "models--other--repo/blobs")
+    blobs.mkdir(parents=True)
+    name = f"sha256-{digest}" if kind == "ollama" else digest
+    (blobs / name).write_bytes(BIG[:-1] + b"x" if is_damaged else BIG)
+    monkeypatch.setenv("OLLAMA_MODELS" if kind == "ollama" else "HF_HUB_CACHE", str(place))
+    before, used = tree_of(place), disk_use(tmp_path)
+    with running_hub({"m.gguf": BIG}) as hub:
+        settings = PullSettings(hub_endpoint=hub.endpoint, reserve_bytes=0)
+        manifest = asyncio.run(pull(store, "hf.co/org/repo", settings=settings))
+        assert hub.bytes_served == (len(BIG) if is_damaged else 0)
+    assert store.path_of(manifest.files[0]).read_bytes() == BIG
+    if not is_damaged:
+        assert disk_use(tmp_path) - used < 0.01 * len(BIG)
+    store.delete(manifest.name)
+    assert tree_of(place) == before
