@@ -37,8 +37,7 @@ class StartFailed(Exception):
 
 def connect(environ: Mapping[str, str], address: Address) -> Client:
     """A client of a daemon that answers; starts one if need be. Raises Unreachable, StartFailed."""
-    key = environ.get("LLMD_API_KEY") or environ.get("OLLAMA_API_KEY") or ""
-    client = Client(address, key.split(",")[0].strip())
+    client = client_of(environ, address)
     if answers(client):
         return client
     if not address.is_local:
@@ -51,6 +50,12 @@ def connect(environ: Mapping[str, str], address: Address) -> Client:
     with Spinner("starting llmd"):
         _start(client, log_path())
     return client
+
+
+def client_of(environ: Mapping[str, str], address: Address) -> Client:
+    """A client with the environment's key. Nothing is asked and nothing started."""
+    key = environ.get("LLMD_API_KEY") or environ.get("OLLAMA_API_KEY") or ""
+    return Client(address, key.split(",")[0].strip())
 
 
 def answers(client: Client) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .address import is_on
 from .answer import AnswerPrinter, figures
 from .client import ApiError, Client, Unreachable
-from .render import Spinner
+from .loading import loading_spinner
 from .run import RunOptions, common_fields, stream_answer
 from .session import Commands, Session
 
@@ -62,7 +62,7 @@ def _load(client: Client, session: Session, model: str) -> None:
     body: Json = {"model": model, "stream": False}
     if session.keep_alive is not None:
         body["keep_alive"] = session.keep_alive
-    with Spinner(f"loading {model}"):
+    with loading_spinner(client, model, f"loading {model}"):
         client.post("/api/generate", body)
 
 

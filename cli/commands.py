@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .address import read_address
-from .autostart import connect, daemon_command
+from .autostart import client_of, connect, daemon_command
 from .client import ApiError, Client, Unreachable
 from .errors import CommandFailed
 from .render import Spinner
@@ -371,7 +371,7 @@ def stop(
 
 
 def _stop_daemon() -> None:
-    client = Client(read_address(os.environ))
+    client = client_of(os.environ, read_address(os.environ))
     try:
         client.post("/api/shutdown", {})
     except Unreachable:

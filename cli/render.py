@@ -49,6 +49,11 @@ class Spinner:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def is_turning(self) -> bool:
+        """Until `stop`."""
+        return not self._is_over.is_set()
+
     def say(self, text: str) -> None:
         """Show another text from now on."""
         self._text = text

@@ -21,6 +21,7 @@ from .answer import AnswerPrinter, figures
 from .client import ApiError, Client
 from .errors import CommandFailed
 from .fetch import looks_like_path, pull
+from .loading import loading_spinner
 from .render import Spinner
 
 Json = dict[str, Any]
@@ -86,7 +87,7 @@ def show_or_pull(client: Client, model: str, insecure: bool = False) -> tuple[st
 
 def load(client: Client, model: str, options: RunOptions) -> None:
     """Load the model without asking it anything."""
-    with Spinner(f"loading {model}"):
+    with loading_spinner(client, model, f"loading {model}"):
         client.post("/api/generate", {"model": model, "stream": False, **common_fields(options)})
 
 
@@ -110,7 +111,7 @@ def stream_answer(client: Client, path: str, body: Json, printer: AnswerPrinter)
     """Print the answer as it comes, behind a spinner while there is none."""
     with (
         closing(client.stream(path, body)) as lines,
-        Spinner(f"waiting for {body['model']}") as spinner,
+        loading_spinner(client, body["model"], f"waiting for {body['model']}") as spinner,
     ):
         for line in lines:
             spinner.stop()
