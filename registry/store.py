@@ -115,6 +115,16 @@ class ModelStore:
                 log.warning("model left out", extra={"path": str(path), "reason": str(error)})
         return sorted(manifests, key=lambda manifest: manifest.modified, reverse=True)
 
+    def damaged(self) -> tuple[str, ...]:
+        """One sentence for each manifest that cannot be read; nothing is collected until then."""
+        problems = []
+        for path in self._manifest_paths():
+            try:
+                self._read(path)
+            except StoreDamaged as error:
+                problems.append(str(error))
+        return tuple(problems)
+
     def get(self, name: ModelName) -> Manifest:
         """Raises ModelNotFound, or StoreDamaged if its manifest cannot be read."""
         manifest = self.find(name)
@@ -150,20 +160,24 @@ class ModelStore:
                 self._drop_blobs(replaced.files)
         return manifest
 
-    def delete(self, name: ModelName) -> Manifest:
+    def delete(self, name: ModelName) -> Manifest | None:
         """Remove the model and the blobs that no other model uses. External files stay.
 
-        Returns what was removed. Raises ModelNotFound.
+        Returns what was removed; None if its manifest could not even be read, and then its blobs
+        are left to the next collection. Raises ModelNotFound.
         """
         with self._changing():
-            manifest = self.get(name)
             path = self._manifest_path(name)
+            if not path.is_file():
+                raise ModelNotFound(name.display)
+            manifest = self._find_readable(name)
             path.unlink()
             _sync_folder(path.parent)
             for folder in list(path.parents)[:3]:
                 with contextlib.suppress(OSError):  # not empty: another tag or model is in it
                     folder.rmdir()
-            self._drop_blobs(manifest.files)
+            if manifest is not None:
+                self._drop_blobs(manifest.files)
         return manifest
 
     def copy(self, source: ModelName, target: ModelName) -> Manifest:
@@ -412,11 +426,11 @@ class ModelStore:
         return Manifest.from_json(text, str(path))
 
     def _find_readable(self, name: ModelName) -> Manifest | None:
-        """A damaged manifest may be replaced: pulling again is the way to mend it."""
+        """A damaged manifest may be replaced and removed: pulling again is the way to mend it."""
         try:
             return self.find(name)
         except StoreDamaged as error:
-            log.warning("damaged manifest replaced", extra={"reason": str(error)})
+            log.warning("damaged manifest replaced or removed", extra={"reason": str(error)})
             return None
 
     def _used_digests(self) -> set[str]:

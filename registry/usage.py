@@ -39,6 +39,7 @@ class Usage:
     partial: int  # unfinished downloads
     unused: int  # what `collect` would remove now
     free: int  # on the folder's disk
+    damaged: tuple[str, ...]  # sentences about manifests that cannot be read
 
 
 def usage_of(store: ModelStore) -> Usage:
@@ -59,6 +60,7 @@ def usage_of(store: ModelStore) -> Usage:
         partial=sum(_size(path) for path in store.partial.iterdir()),
         unused=unused,
         free=shutil.disk_usage(store.root).free,
+        damaged=store.damaged(),
     )
 
 

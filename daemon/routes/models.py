@@ -122,13 +122,15 @@ async def delete(call: Call) -> None:
     """DELETE /api/delete: unload it if it is loaded, then remove it."""
     asked = call.decode(NameBody).asked
     name = _name_or(asked, f"name {json.dumps(asked, ensure_ascii=False)} is invalid")
+    if not call.services.store.has(name):
+        raise NotFound(f"model '{asked}' not found")
+    await call.services.manager.unload(name)
     try:
-        manifest = call.services.store.get(name)
+        removed = await asyncio.to_thread(call.services.store.delete, name)
     except ModelNotFound as error:
         raise NotFound(f"model '{asked}' not found") from error
-    await call.services.manager.unload(name)
-    await asyncio.to_thread(call.services.store.delete, name)
-    await call.services.manager.tidy(manifest.digest)
+    if removed is not None:
+        await call.services.manager.tidy(removed.digest)
     await call.send_empty()
 
 

@@ -67,6 +67,7 @@ async def disk(call: Call) -> None:
         "partial": usage.partial,
         "unused": usage.unused,
         "free": usage.free,
+        "damaged": list(usage.damaged),
     }
     await call.send_json(answer)
 

@@ -68,6 +68,7 @@ def test_a_pushed_model_comes_back_as_it_was(
     assert sums == sorted(sums, key=lambda size: size or 0)
     assert sums[-1] == told[-2].overall_total
     before = store.delete(MINE)
+    assert before is not None
     after = asyncio.run(pull(store, "me/mine:1", settings=settings))
     assert replace(after, modified=before.modified, source=before.source) == before
 

@@ -248,6 +248,18 @@ def test_deleting_a_model_leaves_external_and_linked_files_where_they_are(
     assert list(store.blobs.iterdir()) == []
 
 
+def test_a_model_whose_manifest_is_damaged_is_told_and_can_be_removed(store: ModelStore) -> None:
+    stored_model(store, "good")
+    stored_model(store, "bad", b"other")
+    path = next(store.manifests.rglob("bad/latest.json"))
+    path.write_text("{")
+    assert [str(path) in problem for problem in store.damaged()] == [True]
+    assert store.delete(ModelName.parse("bad")) is None
+    assert store.damaged() == ()
+    assert [model.name.display for model in store.list()] == ["good:latest"]
+    store.check()
+
+
 def test_verify_names_the_damaged_file(store: ModelStore) -> None:
     manifest = stored_model(store, "a", b"weights")
     assert store.verify(manifest) == ()
