@@ -62,6 +62,7 @@ def disk_table(answer: Json, prefix: str) -> str:
     ]
     width = max(len(name) for name, _ in sums)
     lines = [f"{name.ljust(width)}{_GAP}{value}" for name, value in sums]
+    lines += [f"damaged: {problem}" for problem in answer.get("damaged", ())]
     return "\n".join([table(("NAME", "OWN", "SHARED", "ELSEWHERE", "STATE"), rows), "", *lines])
 
 
@@ -75,8 +76,11 @@ def prune_text(answer: Json) -> str:
 def import_row(line: Json) -> tuple[str, str, str, str]:
     problem = line.get("problem", "")
     states = {"exists": "a model of this name is here", "unusable": problem}
-    state = states.get(line["status"], line["status"])
-    return line["model"], size_text(line["size"]) if line["size"] else "-", line["kind"], state
+    if line.get("note"):
+        states["imported"] = f"imported; {line['note']}"
+    state = str(states.get(line["status"], line["status"]))
+    size = size_text(line["size"]) if line["size"] else "-"
+    return str(line["model"]), size, str(line["kind"]), state
 
 
 def ps_table(models: Sequence[Json], prefix: str, now: datetime) -> str:
@@ -127,6 +131,8 @@ def show_text(answer: Json, verbose: bool) -> str:
     sections.append(_section("Projector", _projector_rows(answer)))
     sections.append(_section("Parameters", _parameter_rows(answer.get("parameters", ""))))
     if verbose:
+        runtime = sorted(answer.get("runtime", {}).items())
+        sections.append(_section("Runtime", [(key, _short(value)) for key, value in runtime]))
         info = sorted(answer.get("model_info", {}).items())
         sections.append(_section("Metadata", [(key, _short(value)) for key, value in info]))
         tensors = [
