@@ -202,7 +202,7 @@ async def _first_that_serves(
 ) -> Fetched:
     failures: list[RegistryError] = []
     for number, source in enumerate(sources):
-        work.serve_from(source.label)
+        work.serve_from(source.label, source.address)
         work.say("pulling manifest")
         try:
             return await source.fetch(work)

@@ -62,6 +62,11 @@ class Source(Protocol):
         """For people: what it is and where."""
         ...
 
+    @property
+    def address(self) -> str:
+        """Where requests go, for the choice of a proxy; "" for this machine."""
+        ...
+
     async def fetch(self, work: Work) -> Fetched:
         """Bring the files. Raises a RegistryError; SourceUnavailable if another may serve."""
         ...

@@ -69,6 +69,11 @@ class HubSource:
         """For people."""
         return f"Hugging Face hub, {self.repo}"
 
+    @property
+    def address(self) -> str:
+        """See Source."""
+        return self._settings.hub_endpoint or DEFAULT_ENDPOINT
+
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""
         try:
@@ -82,14 +87,12 @@ class HubSource:
             raise SourceUnavailable(
                 f"{self.label} did not answer within {self._settings.give_up_s:g} s"
             ) from None
-        work.serve_from(self.label, found.endpoint)
         files = await work.fetch_files(found.wanted, found.settings)
         return Fetched(files, f"{self.label} @ {found.commit[:12]}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    endpoint: str
     commit: str
     wanted: tuple[WantedFile, ...]
     settings: PullSettings
@@ -131,7 +134,7 @@ class _Hub:
         is_chosen = self.endpoint != DEFAULT_ENDPOINT
         allow_private = self.settings.allow_private or is_chosen
         settings = replace(self.settings, allow_private=allow_private)
-        return _Found(self.endpoint, repo.commit, wanted, settings)
+        return _Found(repo.commit, wanted, settings)
 
     def _repo(self, revision: str | None, quants: Iterable[str] = ()) -> Repo:
         from huggingface_hub import errors

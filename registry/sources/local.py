@@ -40,9 +40,13 @@ class LocalSource:
         """For people."""
         return f"local {'folder' if self.path.is_dir() else 'file'} {self.path}"
 
+    @property
+    def address(self) -> str:
+        """See Source."""
+        return ""
+
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""
-        work.serve_from(self.label)
         work.say(f"hashing {self.path.name}")
         loop, told = asyncio.get_running_loop(), 0
 

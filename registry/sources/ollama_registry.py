@@ -51,6 +51,11 @@ class OllamaRegistrySource:
         """For people."""
         return f"registry {urlsplit(self._base).netloc}, {self.name.display}"
 
+    @property
+    def address(self) -> str:
+        """See Source."""
+        return self._base
+
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""
         try:
@@ -61,7 +66,6 @@ class OllamaRegistrySource:
             raise SourceUnavailable(
                 f"{self.label} did not answer within {self._settings.give_up_s:g} s"
             ) from None
-        work.serve_from(self.label, self._base)
         layers = parse_manifest(manifest, self.name.display)
         texts = await in_thread(lambda: self._texts(layers, headers))
         settings = parse_texts(texts, self.name.display)

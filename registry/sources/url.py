@@ -45,6 +45,11 @@ class UrlSource:
         parts = urlsplit(self._url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
+    @property
+    def address(self) -> str:
+        """See Source."""
+        return self._url
+
     async def fetch(self, work: Work) -> Fetched:
         """See Source."""
         try:
@@ -53,7 +58,6 @@ class UrlSource:
             raise SourceUnavailable(
                 f"{self.label} did not answer within {self._settings.give_up_s:g} s"
             ) from None
-        work.serve_from(self.label, self._url)
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", self._name) or "model.gguf"
         files = await work.fetch_files([WantedFile(remote, name, "weights")], self._settings)
         return Fetched(files, self.label)

@@ -200,7 +200,7 @@ def test_two_thousand_damaged_real_headers_raise_nothing_but_the_documented_erro
     """scripts/fuzz has a hundred thousand of them."""
     whole, short = fuzz_headers.gguf_seeds(smollm2_gguf)
     tensors = fuzz_headers.safetensors_seed(model_files.all_minilm() / "model.safetensors")
-    shares = [(whole, 10), (short, 1_190), (tensors, 800)]
+    shares = [(whole, 5), (short, 595), (tensors, 1_400)]
     outcomes = fuzz_headers.run(shares, tmp_path, seed=11)
     for outcome in outcomes.values():
         assert outcome.refused > outcome.inputs // 2

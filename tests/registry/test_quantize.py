@@ -97,8 +97,9 @@ def test_a_written_file_is_read_back_whole(tmp_path: Path) -> None:
         assert content[tensor.offset : tensor.offset + tensor.size_bytes] == value.tobytes()
 
 
-@pytest.mark.parametrize("type_name", ["F16", "F32"])
-@pytest.mark.parametrize("level", ["Q8_0", "Q4_0", "Q4_K_M", "BF16"])
+@pytest.mark.parametrize(
+    ("level", "type_name"), [("Q8_0", "F32"), ("Q4_0", "F16"), ("Q4_K_M", "F16"), ("BF16", "F32")]
+)
 def test_a_model_at_another_level_is_the_same_model(
     tmp_path: Path, level: str, type_name: str
 ) -> None:
