@@ -129,7 +129,8 @@ def _assemble(load: Load, progress: Progress) -> Model:
         vocab_size=tokenizer.vocab_size,
         details=dict(runner.details),
     )
-    memory = KVMemory(engine, runner.pages, _prefix_files(load, checkpoint, runner))
+    let_go = runner.rest if isinstance(runner, ModelRunner) else _nothing
+    memory = KVMemory(engine, runner.pages, _prefix_files(load, checkpoint, runner), let_go)
     progress(1.0, "ready")
     embedder = NoEmbedder(load.name)
     return Model(load, tokenizer, builder, engine, runner, ready, memory, embedder)
@@ -179,3 +180,7 @@ def _capabilities(template: ChatTemplate | None) -> list[str]:
     if template is not None and template.supports_thinking:
         capabilities.append("thinking")
     return capabilities
+
+
+def _nothing() -> None:
+    """For runners that hold nothing between steps."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,10 +57,18 @@ class Restored:
 class KVMemory:
     """Of one model. `files` None: nothing is saved."""
 
-    def __init__(self, engine: Engine, pages: Pages, files: PrefixFiles | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        pages: Pages,
+        files: PrefixFiles | None,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`let_go` has the runner hold nothing that only a running step needs."""
         self._engine = engine
         self._pages = pages
         self._files = files
+        self._let_go = let_go
         # All the mutable state.
         self._capacity = engine.num_blocks  # what was mapped; budgets are at most this
         self._idle_since: float | None = None
@@ -127,6 +135,7 @@ class KVMemory:
         if self._files is not None and self._save_and_forget(SLICE_BLOCKS):
             return True
         self._pages.release(self._pages.touched(self._engine.blank_ids))
+        self._let_go()
         give_back()
         self._is_rested = True
         return False

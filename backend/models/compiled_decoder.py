@@ -120,6 +120,12 @@ class CompiledDecoder:
         logits are unusable."""
         return self._program.best if self._program is not None else np.empty(0, np.int64)
 
+    def rest(self) -> None:
+        """Nothing runs: give the buffers back that grew with the largest step. The next step makes
+        them again, in about a millisecond."""
+        self._program = None
+        self._logits = torch.empty((0, self.config.vocab_size), dtype=torch.float32)
+
     def thin(self, requests: Sequence[tuple[int, int, float]]) -> list[Any]:
         """For rows of the last step's logits (row, hash, temperature): the ids that can win.
 

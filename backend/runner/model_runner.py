@@ -170,6 +170,11 @@ class ModelRunner:
         """Physical memory of the KV cache now."""
         return self._cache.num_bytes
 
+    def rest(self) -> None:
+        """Nothing runs: hold no memory that only a running step needs."""
+        if isinstance(self._decoder, CompiledDecoder):
+            self._decoder.rest()
+
     @property
     def pages(self) -> KVCache:
         """The cache, for whoever saves its blocks and gives their memory back."""

@@ -9,8 +9,9 @@ another meaning are in another folder, which is removed. A file that is cut off,
 another block is as good as absent. The files are the user's own conversations: nobody else may
 read them, and nothing is written outside `budget_bytes`, the least recently used first to go.
 
-Owner: the engine thread; `read` is the reader thread's. They share `_sizes`, of which `read` does
-only look-ups.
+Owner: the engine thread; `read` is the reader thread's. They share `_sizes`, each for a few
+dictionary operations at a time and never while a file is read or written: hence a lock, which
+nobody holds long.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -40,6 +42,7 @@ class PrefixFiles:
         self._budget_bytes = budget_bytes
         self._sizes: dict[bytes, int] = {}  # the least recently used first
         self._total = 0
+        self._lock = threading.Lock()  # of the two above
         self._open()
 
     def __repr__(self) -> str:
@@ -103,8 +106,9 @@ class PrefixFiles:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             return False
-        self._sizes[key] = size
-        self._total += size
+        with self._lock:
+            self._sizes[key] = size
+            self._total += size
         return True
 
     def read(self, key: bytes, block_bytes: int) -> memoryview | None:
@@ -119,6 +123,8 @@ class PrefixFiles:
         head, block = raw[:HEADER_BYTES], raw[HEADER_BYTES:]
         if len(block) != block_bytes or bytes(head) != MAGIC + key + _checksum(block):
             log.warning("the saved prefix %s is damaged and ignored", path.name)
+            with self._lock:
+                self._total -= self._sizes.pop(key, 0)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
@@ -130,8 +136,9 @@ class PrefixFiles:
         while self._sizes and (
             self._total + size > self._budget_bytes or len(self._sizes) >= MAX_FILES
         ):
-            key = next(iter(self._sizes))
-            self._total -= self._sizes.pop(key)
+            with self._lock:
+                key = next(iter(self._sizes))
+                self._total -= self._sizes.pop(key)
             with contextlib.suppress(OSError):
                 self._path(key).unlink()
 

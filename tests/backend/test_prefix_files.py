@@ -80,8 +80,11 @@ def test_a_damaged_file_is_as_good_as_absent(tmp_path: Path, damage: str) -> Non
     else:
         wanted = key(2)
         path.rename(path.with_name(wanted.hex()))
-    assert files(tmp_path).read(wanted, BLOCK) is None
+    damaged = files(tmp_path)
+    assert damaged.read(wanted, BLOCK) is None
     assert paths(tmp_path) == []
+    assert damaged.save(wanted, block(1)), "it can be saved again"
+    assert damaged.read(wanted, BLOCK) == block(1)
 
 
 def test_a_write_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
