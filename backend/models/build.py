@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..kernels.cpu_launch import Launcher, self_test
+from .adapters import named_adapters
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, why_not_compiled
 from .decoder import Decoder
@@ -34,6 +35,8 @@ def build_decoder(
     """
     if dtype is None:
         reason = ", ".join(checkpoint.config.beyond_plain())
+        if named_adapters(checkpoint):
+            reason = "adapters by request"
         reason = reason or why_not_compiled(checkpoint.config)
         if not reason:
             progress(0.0, "preparing kernels")

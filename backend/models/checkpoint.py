@@ -18,7 +18,7 @@ from ..protocol import ModelFile
 from .config import BadModel, ModelConfig, UnsupportedModel, config_from_gguf, config_from_hf
 from .container import Container, StoredRows, open_container
 from .dequantize import QuantBlocks
-from .places import Place, Places
+from .places import Place, Places, unpaired
 from .rope import RopeScaling, longrope_attention_factor
 
 __all__ = ["BadModel", "Checkpoint", "QuantBlocks", "UnsupportedModel", "open_checkpoint"]
@@ -86,7 +86,7 @@ class _NamedCheckpoint:
         if place.rows is not None:
             tensor = tensor[place.rows].contiguous()
         if place.pairs_of_heads:
-            tensor = _unpaired(tensor, place.pairs_of_heads)
+            tensor = unpaired(tensor, place.pairs_of_heads)
         return tensor + 1 if place.adds_one else tensor
 
     def blocks(self, name: str) -> QuantBlocks | None:
@@ -99,7 +99,7 @@ class _NamedCheckpoint:
         if place.rows is not None:
             found = found.rows(lambda rows: rows[place.rows].contiguous())
         if place.pairs_of_heads:
-            found = found.rows(lambda rows: _unpaired(rows, place.pairs_of_heads))
+            found = found.rows(lambda rows: unpaired(rows, place.pairs_of_heads))
         return found
 
     def rows(self, name: str) -> StoredRows | None:
@@ -111,7 +111,7 @@ class _NamedCheckpoint:
         if place.rows is not None:
             raw = raw[place.rows]
         if place.pairs_of_heads:
-            raw = _unpaired(raw, place.pairs_of_heads)
+            raw = unpaired(raw, place.pairs_of_heads)
         return StoredRows(raw, found.type)
 
     def _stored(self, place: Place, dtype: torch.dtype) -> Tensor:
@@ -139,12 +139,6 @@ def _prefix_of(container: Container) -> str:
         return ""
     found = [name for name in container.names if name.endswith(f".{last}")]
     return min(found, key=len).removesuffix(last) if found else ""
-
-
-def _unpaired(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows in adjacent pairs (0, 1), (2, 3) of each head to pairs (i, i + n)."""
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _with_stored_factors(config: ModelConfig, container: Container) -> ModelConfig:

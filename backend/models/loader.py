@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layers.adapted_linear import AdaptedLinear
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, Norm, RMSNorm
+from .adapters import AdaptedCheckpoint
 from .checkpoint import Checkpoint
 from .config import BadModel
 
@@ -50,7 +52,8 @@ class Loader:
         """Several matrices that read the same rows, as one."""
         has_bias = has_bias and self.has(f"{names[0]}.bias")
         bias = self._joined(names, "bias") if has_bias else None
-        linear = Linear(self._joined(names, "weight"), bias)
+        parts = self._parts(names, "weight")
+        linear = self._adapted(names, parts, self._together(names, parts), bias)
         found = (linear.out_features, linear.in_features)
         if found != (num_outputs, num_inputs):
             raise BadModel(
@@ -59,10 +62,25 @@ class Loader:
         self.size_bytes += linear.size_bytes
         return linear
 
+    def _adapted(
+        self, names: tuple[str, ...], parts: list[Tensor], weight: Tensor, bias: Tensor | None
+    ) -> Linear:
+        checkpoint = self._checkpoint
+        if isinstance(checkpoint, AdaptedCheckpoint) and checkpoint.named:
+            changes = checkpoint.changes([self._prefix + name for name in names], parts)
+            if changes:
+                return AdaptedLinear(weight, bias, changes, checkpoint.active)
+        return Linear(weight, bias)
+
     def _joined(self, names: tuple[str, ...], kind: str) -> Tensor:
-        parts = [
+        return self._together(names, self._parts(names, kind))
+
+    def _parts(self, names: tuple[str, ...], kind: str) -> list[Tensor]:
+        return [
             self._checkpoint.tensor(f"{self._prefix}{name}.{kind}", self.dtype) for name in names
         ]
+
+    def _together(self, names: tuple[str, ...], parts: list[Tensor]) -> Tensor:
         try:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         except RuntimeError as error:

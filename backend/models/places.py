@@ -20,6 +20,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from .config import ModelConfig, Names
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+?)(\.weight|\.bias|)")
@@ -63,6 +65,12 @@ class Place:
     is_transposed: bool = False  # the matrix of the expert is [inputs, outputs]
     pairs_of_heads: int = 0  # the rows of so many heads stand in adjacent pairs
     adds_one: bool = False
+
+
+def unpaired(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows in adjacent pairs (0, 1), (2, 3) of each head to pairs (i, i + n)."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 class Places:
