@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .embedder import Embedder, NoEmbedder
 from .embedding_model import NoPrompts, NoRunner, load_embedder
-from .engine.batch import Runner
+from .engine.batch import BlockGroups, Runner
 from .engine.engine import Engine
 from .engine.scheduler import Scheduler, SchedulerConfig
-from .kv_memory import KVMemory
+from .kv_memory import KVMemory, Pages
+from .models.adapters import named_adapters, with_adapters
 from .models.checkpoint import BadModel, Checkpoint, UnsupportedModel, checkpoint_of
 from .models.container import Container, open_container
 from .models.encoder_config import is_encoder
@@ -34,7 +35,27 @@ log = logging.getLogger("llmd.worker")
 Progress = Callable[[float, str], None]  # fraction of the load that is done, what is being done
 
 DEFAULT_BATCH_TOKENS = 2048  # of one step; the scheduler shrinks it while streams decode
+GPU_BATCH_TOKENS = 8192  # likewise, where a GPU computes
 MAX_DRAFTS = 8  # per sequence; only where many rows of a step equal one row bit for bit
+
+
+class LoadedRunner(Runner, Protocol):
+    """What is asked of a runner beside its steps."""
+
+    weights_bytes: int
+    weights_vram_bytes: int  # the part of them on GPUs
+    context_length: int
+    details: dict[str, Any]  # for `show --verbose` and the log
+    groups: BlockGroups
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def pages(self) -> Pages: ...
 
 
 @dataclass(slots=True)
@@ -50,6 +71,7 @@ class Model:
 
     memory: KVMemory
     embedder: Embedder | NoEmbedder
+    adapters: tuple[str, ...] = ()  # that a request may name
 
     @property
     def kv_bytes(self) -> int:
@@ -65,6 +87,14 @@ class Model:
         if request.messages is not None:
             text = self.prompts.render(request.messages, request.tools, self.prompts.template, {})
         return Tokenized(request.id, self.prompts.encode(text, request.add_bos), text)
+
+    def check_adapter(self, name: str) -> None:
+        """Raises RequestRefused unless a request may name this adapter; "" is none."""
+        if name and name not in self.adapters:
+            shown = ", ".join(self.adapters) or "none"
+            raise RequestRefused(
+                "bad_request", f"{self.load.name} has no adapter {name}; it has: {shown}"
+            )
 
     def close(self) -> None:
         """The worker ends: nothing of the model is needed any more."""
@@ -95,20 +125,25 @@ def _assemble(load: Load, progress: Progress) -> Model:
     progress(0.0, "opening")
     container = open_container(load.files)
     if is_encoder(container.config, container.metadata, load.files):
+        if any(file.role == "adapter" for file in load.files):
+            raise UnsupportedModel("adapters of embedding models are not supported")
         return _assemble_encoder(load, container, progress)
-    checkpoint = checkpoint_of(container)
+    checkpoint = with_adapters(checkpoint_of(container), load.files)
+    checkpoint.config = checkpoint.config.serving(load.context_length)
     tokenizer = load_tokenizer(load.files, load.cache_dir)
     progress(0.05, "reading weights")
-    runner = ModelRunner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
+    runner = _open_runner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
     engine = Engine(
         Scheduler(
             SchedulerConfig(
                 num_blocks=runner.num_blocks,
                 block_size=runner.block_size,
                 max_num_seqs=load.max_num_seqs,
-                max_batch_tokens=load.max_batch_tokens or DEFAULT_BATCH_TOKENS,
+                max_batch_tokens=load.max_batch_tokens
+                or (GPU_BATCH_TOKENS if _wants_devices(load) else DEFAULT_BATCH_TOKENS),
                 prefill_chunk=load.prefill_chunk,
                 max_drafts=MAX_DRAFTS if runner.details.get("kernels") == "compiled" else 0,
+                groups=runner.groups,
                 cache_seed=f"{load.digest}/{runner.details.get('dtype', '')}".encode(),
             )
         ),
@@ -124,6 +159,7 @@ def _assemble(load: Load, progress: Progress) -> Model:
         num_blocks=runner.num_blocks,
         block_bytes=runner.block_bytes,
         weights_bytes=runner.weights_bytes,
+        weights_vram_bytes=runner.weights_vram_bytes,
         dtype=str(runner.details.get("dtype", "")),
         capabilities=_capabilities(template),
         vocab_size=tokenizer.vocab_size,
@@ -133,7 +169,28 @@ def _assemble(load: Load, progress: Progress) -> Model:
     memory = KVMemory(engine, runner.pages, _prefix_files(load, checkpoint, runner), let_go)
     progress(1.0, "ready")
     embedder = NoEmbedder(load.name)
-    return Model(load, tokenizer, builder, engine, runner, ready, memory, embedder)
+    adapters = named_adapters(checkpoint)
+    return Model(load, tokenizer, builder, engine, runner, ready, memory, embedder, adapters)
+
+
+def _open_runner(checkpoint: Checkpoint, load: Load, progress: Progress) -> LoadedRunner:
+    """The CPU's, or one for the devices that the load names. Nothing of the latter, nor Triton, is
+    imported where it is not wanted."""
+    if not _wants_devices(load):
+        return ModelRunner(checkpoint, load, progress)
+    from .runner.gpu_open import open_gpu_runner, why_not_on_devices
+
+    reason = why_not_on_devices(checkpoint.config)
+    if named_adapters(checkpoint):
+        reason = "adapters by request"
+    if reason:
+        log.warning("%s stays on the CPU: %s do not run elsewhere so far", load.name, reason)
+        return ModelRunner(checkpoint, load, progress)
+    return open_gpu_runner(checkpoint, load, progress)
+
+
+def _wants_devices(load: Load) -> bool:
+    return any(part.device != "cpu" for part in load.parts)
 
 
 def _assemble_encoder(load: Load, container: Container, progress: Progress) -> Model:
@@ -148,7 +205,7 @@ def _assemble_encoder(load: Load, container: Container, progress: Progress) -> M
     return Model(load, tokenizer, prompts, engine, runner, ready, memory, embedder)
 
 
-def _prefix_files(load: Load, checkpoint: Checkpoint, runner: ModelRunner) -> PrefixFiles | None:
+def _prefix_files(load: Load, checkpoint: Checkpoint, runner: LoadedRunner) -> PrefixFiles | None:
     """Where this model's prefix blocks outlive its worker; None if they are not to."""
     if not (load.cache_dir and load.prefix_budget_bytes):
         return None

@@ -45,6 +45,7 @@ class Pages(Protocol):
     def touch(self, block_ids: Iterable[int]) -> None: ...
     def release(self, block_ids: Iterable[int]) -> None: ...
     def view(self, block_id: int) -> memoryview: ...
+    def write(self, block_id: int, content: memoryview) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,4 +202,4 @@ class KVMemory:
         adopted = self._engine.adopt(list(contents))
         self._pages.touch(block_id for _, block_id in adopted)
         for key, block_id in adopted:
-            self._pages.view(block_id)[:] = contents[key]
+            self._pages.write(block_id, contents[key])

@@ -101,7 +101,8 @@ class Bench:
 
     def capture(self) -> Capture | None:
         """Graphs, where there are any."""
-        return CudaCapture() if self.choice.name == "triton" else None
+        can_capture = self.device.type == "cuda" and self.choice.name == "triton"
+        return CudaCapture() if can_capture else None
 
     def requests(self, count: int, prompt: int, outputs: int) -> list[EngineRequest]:
         """Greedy, and none ends before its last token."""

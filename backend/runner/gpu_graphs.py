@@ -17,6 +17,7 @@ others when they are first needed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class CudaCapture:
     """Captures what a step launches. All graphs share one pool: only one runs at a time."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # a handle of torch's
 
     def __call__(self, step: Callable[[], None]) -> Replay:
         """`step` runs three times first: libraries and tuning settle then."""

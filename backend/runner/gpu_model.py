@@ -303,7 +303,9 @@ class GpuDecoder:
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         config = checkpoint.config
-        refuse_unknown(config)
+        reason = why_not_on_devices(config)
+        if reason:
+            raise UnsupportedModel(f"{reason} run on the CPU alone so far")
         self.config = config
         self.dtype = dtype
         self.devices = tuple(devices)
@@ -389,10 +391,11 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def refuse_unknown(config: ModelConfig) -> None:
-    """Raises UnsupportedModel for layers that only the CPU's decoder knows."""
+def why_not_on_devices(config: ModelConfig) -> str:
+    """What this decoder cannot do that the CPU's can; empty if it can do all."""
     kinds = sorted({layer.kind for layer in config.layers} - {"attention"})
     if kinds:
-        raise UnsupportedModel(f"{', '.join(kinds)} layers do not run on a GPU yet")
+        return f"{', '.join(kinds)} layers"
     if any(layer.shares_kv_of is not None for layer in config.layers):
-        raise UnsupportedModel("layers that share keys and values do not run on a GPU yet")
+        return "layers that share keys and values"
+    return ""

@@ -22,11 +22,13 @@ from .gpu_cache import GpuCache
 from .gpu_graphs import CudaCapture
 from .gpu_layer_map import layer_map
 from .gpu_memory import FixedMemory
-from .gpu_model import GpuDecoder
+from .gpu_model import GpuDecoder, why_not_on_devices
 from .gpu_profile import Profile, ProfileFile, meaning_of
 from .gpu_runner import GpuRunner
 from .gpu_tuning import device_seconds, tune, widest_step
 from .model_runner import NoMemory
+
+__all__ = ["open_gpu_runner", "why_not_on_devices"]
 
 log = logging.getLogger("llmd.runner")
 
@@ -88,8 +90,7 @@ def open_gpu_runner(
         cache,
         max_num_seqs=load.max_num_seqs,
         context_length=context_length,
-        # The torch form asks the device for lengths, which a graph cannot.
-        capture=CudaCapture() if choose(devices[0]).name == "triton" else None,
+        capture=CudaCapture() if can_capture(devices) else None,
     )
     runner.details |= {"format": checkpoint.format, "quantization": checkpoint.quantization}
     progress(0.95, "capturing graphs")
@@ -97,14 +98,20 @@ def open_gpu_runner(
     return runner
 
 
+def can_capture(devices: Sequence[torch.device]) -> bool:
+    """Graphs are CUDA's; and the torch form of a kernel asks the device for lengths, which a graph
+    cannot."""
+    return all(d.type == "cuda" and choose(d).name == "triton" for d in set(devices))
+
+
 def profiled(decoder: GpuDecoder, load: Load, batch_tokens: int) -> int:
     """Tune the products; the bytes that a step works with. Measured, or as an earlier start did.
 
-    Only where all layers are on GPUs with Triton; else the bound that the sizes give.
+    Only where graphs can be captured too; else the bound that the sizes give.
     """
     bound = working_bytes(decoder.config, batch_tokens, decoder.dtype)
     devices = decoder.devices
-    if any(d.type != "cuda" or choose(d).name != "triton" for d in set(devices)):
+    if not can_capture(devices):
         return bound
     folder = Path(load.cache_dir) / "gpu-profiles" if load.cache_dir else None
     file = ProfileFile(folder, meaning_of(devices, load.digest, decoder.dtype, batch_tokens))

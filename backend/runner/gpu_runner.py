@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine import batch as engine_batch
-from ..engine.batch import Batch, Chunk, StepResult
+from ..engine.batch import Batch, BlockGroups, Chunk, StepResult
 from .gpu_cache import GpuCache
 from .gpu_draw import Draw, PendingStep, Row, draw
 from .gpu_graphs import Capture, StepGraphs
@@ -48,7 +47,7 @@ class GpuRunner:
         self.weights_vram_bytes = decoder.weights_vram_bytes
         trained = decoder.config.context_length
         self.context_length = min(context_length or trained, trained)
-        self.groups = engine_batch.BlockGroups()
+        self.groups = BlockGroups()
         self.details: dict[str, Any] = {
             "dtype": str(decoder.dtype).removeprefix("torch."),
             "kernels": decoder.choices,

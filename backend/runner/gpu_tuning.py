@@ -69,7 +69,7 @@ def device_seconds(run: Callable[[], object]) -> float:
         run()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(float(begin.elapsed_time(end)) / 1e3)
     return sorted(times)[len(times) // 2]
 
 

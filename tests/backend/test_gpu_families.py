@@ -11,7 +11,7 @@ from llmd.backend.engine.engine import Engine
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
 from llmd.backend.models.config import LayerConfig, UnsupportedModel
 from llmd.backend.protocol import Load
-from llmd.backend.runner.gpu_model import refuse_unknown
+from llmd.backend.runner.gpu_model import why_not_on_devices
 from llmd.backend.runner.model_runner import ModelRunner
 
 from .gpu_streams import make_engine, make_runner, requests, run
@@ -47,8 +47,13 @@ def test_a_variant_changes_what_is_said() -> None:
 def test_layers_that_are_not_known_are_refused() -> None:
     state = LayerConfig(num_kv_heads=2, head_dim=16, rope=None, kind="mamba")
     config = replace(TinyCheckpoint().config, layers=(state,))
-    with pytest.raises(UnsupportedModel, match="mamba layers do not run on a GPU yet"):
-        refuse_unknown(config)
+    assert why_not_on_devices(config) == "mamba layers"
+    shared = replace(state, kind="attention", shares_kv_of=0)
+    assert "share" in why_not_on_devices(replace(config, layers=(shared,)))
+    checkpoint = TinyCheckpoint()
+    checkpoint.config = config
+    with pytest.raises(UnsupportedModel, match="mamba layers run on the CPU alone so far"):
+        make_runner(checkpoint)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
