@@ -115,6 +115,23 @@ def test_it_is_ready_soon_small_and_idle(daemon: Daemon) -> None:
     assert os.getloadavg()[0] > 1.5 or daemon.ready_s < READY_S
 
 
+def test_twenty_loads_and_unloads_leave_memory_and_descriptors_flat_and_no_process(
+    daemon: Daemon,
+) -> None:
+    process = psutil.Process(daemon.process.pid)
+    descriptors, resident = [], []
+    for _ in range(20):
+        daemon.answer("LONG 2")
+        daemon.client.post("/api/generate", json={"model": "plain", "keep_alive": 0})
+        until(lambda: not daemon.workers, 20)
+        descriptors.append(process.num_fds())
+        resident.append(process.memory_info().rss)
+    assert descriptors[-1] <= descriptors[4], descriptors
+    assert resident[-1] - resident[4] < 2_000_000, resident
+    history = daemon.client.get("/api/history").json()["history"]
+    assert [entry["event"] for entry in history] == ["loaded", "unloaded"] * 20
+
+
 def test_a_killed_daemon_leaves_no_process(daemon: Daemon) -> None:
     with daemon.stream("LONG 100000") as lines:
         next(lines)
