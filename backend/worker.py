@@ -177,6 +177,7 @@ class Reader(threading.Thread):
         if isinstance(request, Embed):
             self._inbox.put(self._model.embedder.prepare(request))
             return
+        self._model.check_adapter(request.adapter)
         prompt = self._model.prompts.build(request)
         if request.render_only:
             self._output.send(_started(prompt, rendered=prompt.rendered))
@@ -558,6 +559,7 @@ class Worker:
             cached_tokens=stats.cached_tokens,
             output_tokens=stats.output_tokens,
             preemptions=stats.preemptions,
+            blocks_left_behind=stats.blocks_left_behind,
             tokens_per_s=self._rate(now, stats.output_tokens),
             rss_bytes=self._process.memory_info().rss,
             kv_wanted_bytes=self._memory.wanted_bytes(held),

@@ -64,8 +64,6 @@ def open_container(files: Sequence[ModelFile]) -> Container:
     weights = sorted((file for file in files if file.role == "weights"), key=lambda f: f.name)
     if not weights:
         raise BadModel("the model has no weights file")
-    if any(file.role == "adapter" for file in files):  # left out, it would be another model
-        raise UnsupportedModel("adapters can't be applied; create the model without its ADAPTER")
     try:
         if weights[0].name.endswith(".gguf") or gguf.is_gguf(Path(weights[0].path)):
             return GGUFContainer([Path(file.path) for file in weights])
