@@ -202,7 +202,7 @@ class Scheduler:
             return None
         plan = Plan(self.config.max_batch_tokens, self.config.groups.num_groups)
         num_decodes = sum(sequence.num_left == 1 for sequence in running)
-        max_drafts = self._max_drafts(num_decodes)
+        max_drafts = self._max_drafts(num_decodes, len(running))
         for sequence in running[:num_decodes]:
             if sequence.status is Status.RUNNING and plan.budget > 0:
                 self._plan_running(sequence, plan, max_drafts)
@@ -234,7 +234,7 @@ class Scheduler:
     def _can_plan_ahead(self, running: list[Sequence]) -> bool:
         """Nobody must be preempted for it, and no draft is missed."""
         num_decodes = sum(sequence.num_left == 1 for sequence in running)
-        if self._max_drafts(num_decodes) and any(
+        if self._max_drafts(num_decodes, len(running)) and any(
             sequence.drafter is None or not sequence.drafter.is_pausing(sequence.num_tokens + 1)
             for sequence in running
             if sequence.num_left == 1 and sequence.request.grammar is None
@@ -273,9 +273,11 @@ class Scheduler:
         drafts = self._drafts(sequence, max_drafts) if max_drafts else ()
         plan.add(sequence, num_tokens, drafts)
 
-    def _max_drafts(self, num_decodes: int) -> int:
-        """Drafts that each decoding sequence may add to this step."""
-        if not (self.config.max_drafts and num_decodes):
+    def _max_drafts(self, num_decodes: int, num_running: int) -> int:
+        """Drafts that each decoding sequence may add to this step: none beside a prompt, whose
+        chunk has the time that there is, nor where a layer's state could not be turned back."""
+        is_wanted = self.config.max_drafts > 0 and self.config.groups.is_shareable
+        if not is_wanted or not num_decodes or num_decodes < num_running:
             return 0
         rows = min(self.config.max_draft_rows, self.config.max_batch_tokens)
         return min(self.config.max_drafts, rows // num_decodes - 1)

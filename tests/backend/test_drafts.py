@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from llmd.backend.engine.batch import BlockGroups
 from llmd.backend.engine.drafts import MAX_PAUSE, Drafter
 from llmd.backend.engine.engine import Engine, SequenceOutput
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
@@ -127,3 +128,30 @@ def test_the_latest_occurrence_wins_and_the_limit_holds() -> None:
     assert Drafter(8).propose(tokens, 2) == (9, 5)
     assert Drafter(8).propose(tokens, 0) == ()
     assert Drafter(8).propose([1, 2, 3], 8) == ()
+
+
+def test_while_a_prompt_is_read_nobody_drafts() -> None:
+    runner = Parrot(256, BLOCK)
+    config = SchedulerConfig(256, BLOCK, max_batch_tokens=32, prefill_chunk=4, max_drafts=8)
+    engine = Engine(Scheduler(config), runner, Clock())
+    engine.add(request("a", PROMPT, 60))
+    for step in range(200):
+        if step == 12:
+            engine.add(request("long", [9] * 60, 2))
+        engine.step()
+    for batch in runner.batches[1:]:
+        has_prompt = any(chunk.num_tokens > 1 for chunk in batch.chunks if chunk.start > 0)
+        has_drafts = any(chunk.draft_ids for chunk in batch.chunks)
+        assert not (has_prompt and has_drafts)
+    assert any(chunk.draft_ids for batch in runner.batches for chunk in batch.chunks)
+
+
+def test_a_model_whose_layers_remember_drafts_nothing() -> None:
+    runner = Parrot(64, BLOCK)
+    groups = BlockGroups(is_shareable=False)
+    config = SchedulerConfig(64, BLOCK, max_batch_tokens=32, max_drafts=8, groups=groups)
+    engine = Engine(Scheduler(config), runner, Clock())
+    engine.add(request("a", PROMPT, 60))
+    while engine.has_work:
+        engine.step()
+    assert not any(chunk.draft_ids for batch in runner.batches for chunk in batch.chunks)
