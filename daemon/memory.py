@@ -26,6 +26,7 @@ PRESSURE_SHARE = 0.04  # of the machine's memory: with less free, idle models le
 PRESSURE_PERIOD_S = 5.0  # one model at a time; memory needs a moment to come back
 LOOK_PERIOD_S = 3.0  # how often the memory that other programs leave is looked at
 BUDGET_STEP = 16 * 10**6  # smaller changes of a budget are not told
+BUDGET_PART = 16  # ... nor those of less than this part of a large one
 
 
 class MemoryShares:
@@ -131,7 +132,8 @@ class MemoryShares:
         assert entry.worker is not None
         stats = entry.worker.stats
         is_tight = budget < stats.kv_bytes or entry.kv_budget_bytes < stats.kv_wanted_bytes
-        if abs(budget - entry.kv_budget_bytes) < (1 if is_tight else BUDGET_STEP):
+        step = 1 if is_tight else max(BUDGET_STEP, entry.kv_budget_bytes // BUDGET_PART)
+        if abs(budget - entry.kv_budget_bytes) < step:
             return
         entry.kv_budget_bytes = budget
         self._start(entry.worker.set_kv_budget(budget))
