@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ LONG = prompt_of(41, 2)  # ... and in prefill
 OTHER = prompt_of(70, 3)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module")
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     case: Case = request.param
     return Oracle(case, tmp_path_factory.mktemp("model"))
@@ -74,7 +75,25 @@ CHECKS: list[Callable[[Oracle], None]] = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+# Every case runs two sequences in chunks in scripts/check, these cases run every check there: each
+# kind of layer is among them. The rest is slow; `scripts/families` runs all.
+THOROUGH = ("Gemma 3", "gpt-oss", "LFM2", "Gemma 4, layer inputs, shared keys")
+
+
+def _pairs() -> list[Any]:
+    return [
+        pytest.param(
+            case,
+            check,
+            id=f"{case}-{check.__name__}",
+            marks=[] if check is chunks_of_7 or case.name in THOROUGH else [pytest.mark.slow],
+        )
+        for case in CASES
+        for check in CHECKS
+    ]
+
+
+@pytest.mark.parametrize(("oracle", "check"), _pairs(), indirect=["oracle"])
 def test_the_logits_are_those_of_transformers(
     oracle: Oracle, check: Callable[[Oracle], None]
 ) -> None:
