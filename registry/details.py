@@ -16,6 +16,7 @@ from .errors import BadModelFile, Unsupported
 from .formats import gguf, safetensors
 from .formats.errors import FormatError
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 MAX_ITEMS = 4096  # of a list in a GGUF header: one value per layer, but no vocabulary
 MAX_JSON_BYTES = 64 << 20
@@ -66,6 +67,8 @@ def role_of(name: str) -> str | None:
     base = path.name
     if len(path.parts) > 1:
         is_module = path.parts[0][:2] in ("1_", "2_", "3_") and len(path.parts) == 2
+        if path.parts[0].startswith("adapter-") and len(path.parts) == 2:
+            return "adapter" if base in ADAPTER_FILES else None
         is_template = path.parts[0] == "additional_chat_templates" and base.endswith(".jinja")
         if is_module and base in ("config.json", "model.safetensors"):
             return "other"

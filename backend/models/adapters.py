@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021): a change of low rank for some matrices of a model.
 
     adapter/...          a part of the model: merged into its weights while they are read
-    adapters/NAME/...    for the requests that name it; all run in one batch (AdaptedLinear)
+    adapter-NAME/...     for the requests that name it; all run in one batch (AdaptedLinear)
 
 Either is a folder as PEFT saves it (adapter_config.json, adapter_model.safetensors), or a GGUF of
 `general.type` adapter. Each must name matrices that the model has, in their shape: an adapter that
@@ -235,12 +235,18 @@ def with_adapters(checkpoint: Checkpoint, files: Sequence[ModelFile]) -> Checkpo
     by_name: dict[str, list[ModelFile]] = defaultdict(list)
     for file in files:
         if file.role == "adapter":
-            parts = file.name.split("/")
-            by_name[parts[1] if parts[0] == "adapters" and len(parts) > 2 else _MERGED].append(file)
+            folder, _, inner = file.name.partition("/")
+            by_name[
+                folder.removeprefix("adapter-") if _is_named(folder, inner) else _MERGED
+            ].append(file)
     if not by_name:
         return checkpoint
     made = {name: Adapter(name, own, checkpoint.config) for name, own in by_name.items()}
     return AdaptedCheckpoint(checkpoint, made.pop(_MERGED, None), made)
+
+
+def _is_named(folder: str, inner: str) -> bool:
+    return bool(inner) and folder.startswith("adapter-") and folder != "adapter-"
 
 
 def named_adapters(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -123,6 +123,7 @@ def _request(
         parse=False,
         client=held.call.fair_key,
         priority=options.priority,
+        adapter=options.adapter,
         cache_salt=held.call.client_key,
     )
 

@@ -147,6 +147,7 @@ def common_fields(
         "render_only": bool(body.debug_render_only),
         "client": call.fair_key,
         "priority": options.priority,
+        "adapter": options.adapter,
         "cache_salt": call.client_key,
     }
 

@@ -42,6 +42,12 @@ def _bool(key: str, value: object) -> bool:
     return value
 
 
+def _text(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f'option "{key}" must be of type string')
+    return value
+
+
 def _strings(key: str, value: object) -> list[str]:
     if not isinstance(value, list):
         raise BadRequest(f'option "{key}" must be of type array')
@@ -73,6 +79,7 @@ OPTION_TYPES: dict[str, Callable[[str, object], Any]] = {
     "presence_penalty": _float,
     "frequency_penalty": _float,
     "stop": _strings,
+    "adapter": _text,
 }
 
 
@@ -103,6 +110,12 @@ class Options:
         """Lower runs first."""
         priority: int = self.values.get("priority", 0)
         return priority
+
+    @property
+    def adapter(self) -> str:
+        """One of those that the model brings for requests; "" is none."""
+        adapter: str = self.values.get("adapter", "")
+        return adapter
 
     @property
     def wish(self) -> Wish:

@@ -85,6 +85,7 @@ def request_of(held: Held, turn: Turn, options: Options, index: int = 0) -> Gene
         shift=False,  # in these APIs the end of the window ends the answer
         client=held.call.fair_key,
         priority=options.priority,
+        adapter=options.adapter,
         cache_salt=held.call.client_key,
     )
 

@@ -190,8 +190,8 @@ def test_two_adapters_and_the_bare_model_in_one_batch_give_what_each_gives_alone
     some = random_pairs(5, ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"))
     files = [
         *files_of(base),
-        *peft(tmp_path / "x", some, "adapters/x"),
-        *peft(tmp_path / "y", random_pairs(6), "adapters/y"),
+        *peft(tmp_path / "x", some, "adapter-x"),
+        *peft(tmp_path / "y", random_pairs(6), "adapter-y"),
     ]
     together = run(files, {"bare": "", "one": "x", "two": "y", "three": "x"})
     check_same(together["one"], together["three"])
@@ -212,7 +212,7 @@ def test_named_and_merged_adapters_are_told_apart_by_their_folders(
     base: Path, tmp_path: Path
 ) -> None:
     pairs = random_pairs(7, ("self_attn.o_proj",))
-    both = adapted(base, peft(tmp_path / "a", pairs), peft(tmp_path / "b", pairs, "adapters/b"))
+    both = adapted(base, peft(tmp_path / "a", pairs), peft(tmp_path / "b", pairs, "adapter-b"))
     assert named_adapters(both) == ("b",)
     assert isinstance(both, AdaptedCheckpoint)
     check_merged(base, both, pairs, ALPHA / RANK)
