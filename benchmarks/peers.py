@@ -45,7 +45,7 @@ REQUESTS = {  # per level of STREAMS
     "shared-prefix": (6, 8, 24, 64),
     "prefill": (4,),
 }
-START_SECONDS = 300
+START_SECONDS = 900  # vLLM imports and compiles for minutes on a small, busy machine
 
 
 # ------------------------------------------------------------------------------------- servers
@@ -324,7 +324,6 @@ def _write_w8a8(source: Path, folder: Path) -> None:
 
 def serve(cache: Path, model: Path, servers: list[Server]) -> None:
     """Start them one after another, write down who runs, and wait for Ctrl-C."""
-    running: dict[str, dict[str, Any]] = {}
     processes = []
     try:
         for server in servers:
@@ -333,8 +332,9 @@ def serve(cache: Path, model: Path, servers: list[Server]) -> None:
             if seconds is None:
                 print(f"{server.label}: did not start; see {_log(cache, server)}", flush=True)
                 continue
-            running[server.label] = {"pid": process.pid, "ready_s": round(seconds, 2)}
             print(f"{server.label}: ready after {seconds:.1f} s", flush=True)
+            running = _running(cache)  # another call may serve too
+            running[server.label] = {"pid": process.pid, "ready_s": round(seconds, 2)}
             (cache / "running.json").write_text(json.dumps(running, indent=1))
         print("serving; Ctrl-C ends it", flush=True)
         signal.pause()
@@ -343,6 +343,15 @@ def serve(cache: Path, model: Path, servers: list[Server]) -> None:
     finally:
         for process in processes:
             _end(process)
+
+
+def _running(cache: Path) -> dict[str, dict[str, Any]]:
+    """The servers that are there, by label."""
+    try:
+        known = json.loads((cache / "running.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return {label: entry for label, entry in known.items() if psutil.pid_exists(entry["pid"])}
 
 
 def _log(cache: Path, server: Server) -> Path:
@@ -414,7 +423,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def measure(cache: Path, loadgen: Path, servers: list[Server], args: argparse.Namespace) -> None:
     """One repetition of a workload: level by level, at each level all servers."""
-    running = json.loads((cache / "running.json").read_text())
+    running = _running(cache)
     results = cache / "results"
     results.mkdir(exist_ok=True)
     counts = REQUESTS[args.workload]
