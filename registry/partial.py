@@ -8,7 +8,8 @@ The journal is written to a temporary name and renamed, a few times a second, af
 speaks of were handed to the system. A killed process therefore loses at most the last fraction of
 a second; a power cut may lose more than the journal knows, which the final hash discovers.
 
-Not thread-safe by itself: `Transfer` holds its lock around `filled` and `save`.
+Not thread-safe by itself but for `write_at` and `read_at`: `Transfer` holds its lock around
+`filled` and `save`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from pathlib import Path
 
 
@@ -29,7 +31,9 @@ class PartialFile:
         self.size = size
         self.validator = validator  # what the source calls this content: an ETag, a digest
         self.part_bytes, self.filled = self._taken_up(part_bytes)
-        descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._seeking = threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(self.data_path, flags, 0o644)
         try:
             os.ftruncate(descriptor, size)
         except OSError:
@@ -73,6 +77,29 @@ class PartialFile:
         for index in range(len(self.filled)):
             there = min(self.part_size(index), position - self.part_start(index))
             self.filled[index] = max(self.filled[index], there)
+
+    def write_at(self, view: memoryview, position: int) -> None:
+        """All of the view, from that byte on. From any thread."""
+        while view:
+            written = self._write_some(view, position)
+            view, position = view[written:], position + written
+
+    def read_at(self, view: memoryview, position: int) -> int:
+        """As many bytes from there as the system likes to give at once. From any thread."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self.descriptor, [view], position)
+        with self._seeking:
+            os.lseek(self.descriptor, position, os.SEEK_SET)
+            content = os.read(self.descriptor, len(view))
+        view[: len(content)] = content
+        return len(content)
+
+    def _write_some(self, view: memoryview, position: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self.descriptor, view, position)
+        with self._seeking:  # Windows: the position is the descriptor's
+            os.lseek(self.descriptor, position, os.SEEK_SET)
+            return os.write(self.descriptor, view)
 
     def save(self) -> None:
         """Write the journal; nothing after `discard`."""

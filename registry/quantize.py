@@ -15,10 +15,10 @@ Source: the mixtures as described by the ggml project's quantization tool.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -171,9 +171,7 @@ def main(arguments: list[str]) -> int:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        free = 0
-        with contextlib.suppress(OSError):
-            free = os.statvfs(target.parent).f_bavail * os.statvfs(target.parent).f_frsize
+        free = shutil.disk_usage(target.parent).free
         print(json.dumps({"no_space": total, "free": free, "why": str(error)}), flush=True)
         return 1
     return 0

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import random
 import re
 import shutil
@@ -237,7 +236,8 @@ class Transfer:
                 goal = min(goal, partial.part_size(0))
                 if partial.filled[0] < goal and not self._fetch_start(session, partial, goal):
                     return
-                data = os.pread(partial.descriptor, goal, 0)
+                with partial.data_path.open("rb") as file:
+                    data = file.read(goal)
                 try:
                     if self._check(data, self.file.size, self.file.name):
                         return
@@ -382,7 +382,7 @@ class Transfer:
         buffer = memoryview(bytearray(self._read_bytes))
         while position < end:
             piece = self._read(reply, buffer[: end - position])
-            _write_at(partial.descriptor, piece, position)
+            partial.write_at(piece, position)
             position += len(piece)
             with self._lock:
                 partial.filled[index] = position - partial.part_start(index)
@@ -396,7 +396,7 @@ class Transfer:
         buffer = memoryview(bytearray(self._read_bytes))
         while position < partial.size:
             piece = self._read(reply, buffer[: partial.size - position])
-            _write_at(partial.descriptor, piece, position)
+            partial.write_at(piece, position)
             position += len(piece)
             with self._lock:
                 before = partial.completed
@@ -493,7 +493,7 @@ class _FollowingHash:
             while not is_over:
                 there, is_over = self._transfer.wait_for_growth(done)
                 while done < there:
-                    size = os.preadv(self._partial.descriptor, [buffer[: there - done]], done)
+                    size = self._partial.read_at(buffer[: there - done], done)
                     if not size:
                         raise OSError("the unfinished file became shorter")
                     self._digest.update(buffer[:size])
@@ -574,9 +574,3 @@ def _is_disk_error(error: BaseException) -> bool:
         errno.EROFS,
         errno.EFBIG,
     )
-
-
-def _write_at(descriptor: int, view: memoryview, position: int) -> None:
-    while view:
-        written = os.pwrite(descriptor, view, position)
-        view, position = view[written:], position + written

@@ -107,9 +107,10 @@ def test_a_wrong_modelfile_is_told_in_one_sentence(
 def test_import_shows_then_takes_over(
     client: Client, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fetch.import_models(client, "my.gguf", (), "", False, True)
+    (folder / "fresh.gguf").write_bytes(tiny_gguf("fresh"))
+    fetch.import_models(client, "fresh.gguf", (), "", False, True)
     assert capsys.readouterr().out.split()[-2:] == ["folder", "found"]
-    fetch.import_models(client, "my.gguf", (), "taken:1", False, False)
+    fetch.import_models(client, "fresh.gguf", (), "taken:1", False, False)
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "taken:1"
     with pytest.raises(ApiError, match="there is no file or folder"):
         fetch.import_models(client, "nowhere", (), "", False, False)

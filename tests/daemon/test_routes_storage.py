@@ -203,7 +203,9 @@ def test_a_modelfile_is_read_into_fields(own: LiveDaemon) -> None:
 def test_three_who_want_one_model_share_one_download_and_one_may_leave(tmp_path: Path) -> None:
     content = make.tiny_gguf() + bytes(range(256)) * 8_000
     with running_hub({"m.gguf": content}, Faults(bytes_per_s=250_000)) as hub:
-        settings = PullSettings(hub_endpoint=hub.endpoint, reserve_bytes=0, part_bytes=1 << 18)
+        settings = PullSettings(
+            hub_endpoint=hub.endpoint, give_up_s=60, reserve_bytes=0, part_bytes=1 << 18
+        )
         with live_daemon(tmp_path / "models", names=[], pull_settings=settings) as own:
             ends: list[str] = []
 
@@ -236,7 +238,9 @@ def test_terms_are_shown_first_to_those_who_have_not_accepted_them(tmp_path: Pat
         '[[model]]\nnames = ["tiny"]\nterms = "Be kind."\n[[model.source]]\nhub = "o/r"\n'
     )
     with running_hub({"m.gguf": make.tiny_gguf()}) as hub:
-        settings = PullSettings(hub_endpoint=hub.endpoint, reserve_bytes=0, user_aliases=table)
+        settings = PullSettings(
+            hub_endpoint=hub.endpoint, give_up_s=60, reserve_bytes=0, user_aliases=table
+        )
         with live_daemon(tmp_path / "models", names=[], pull_settings=settings) as own:
             refused = own.post("/api/pull", {"model": "tiny", "accept_terms": False})
             assert "Be kind." in refused.json()["error"]

@@ -209,7 +209,7 @@ def test_what_another_tool_has_is_shared_with_it_and_not_fetched(
     monkeypatch.setenv("OLLAMA_MODELS" if kind == "ollama" else "HF_HUB_CACHE", str(place))
     before, used = tree_of(place), disk_use(tmp_path)
     with running_hub({"m.gguf": BIG}) as hub:
-        settings = PullSettings(hub_endpoint=hub.endpoint, reserve_bytes=0)
+        settings = PullSettings(hub_endpoint=hub.endpoint, give_up_s=60, reserve_bytes=0)
         manifest = asyncio.run(pull(store, "hf.co/org/repo", settings=settings))
         assert hub.bytes_served == (len(BIG) if is_damaged else 0)
     assert store.path_of(manifest.files[0]).read_bytes() == BIG

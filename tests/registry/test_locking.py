@@ -30,7 +30,7 @@ import asyncio, sys
 from pathlib import Path
 from llmd.registry.pull import PullSettings, pull
 from llmd.registry.store import ModelStore
-settings = PullSettings(hub_endpoint=sys.argv[2], reserve_bytes=0, part_bytes=1 << 18)
+settings = PullSettings(hub_endpoint=sys.argv[2], give_up_s=60, reserve_bytes=0, part_bytes=1 << 18)
 told = []
 def show(line):
     if line.digest:
@@ -90,6 +90,7 @@ def test_two_processes_that_pull_one_file_share_one_download(tmp_path: Path) -> 
             hub.faults.bytes_per_s = 3_000_000
             ours = PullSettings(
                 hub_endpoint=hub.endpoint,
+                give_up_s=60,
                 reserve_bytes=settings.reserve_bytes,
                 part_bytes=settings.part_bytes,
             )

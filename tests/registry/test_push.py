@@ -39,7 +39,9 @@ def registry() -> Iterator[OllamaRegistry]:
 
 @pytest.fixture
 def settings(registry: OllamaRegistry) -> PullSettings:
-    return PullSettings(registry_url=registry.endpoint, backoff_s=0.001, reserve_bytes=0)
+    return PullSettings(
+        registry_url=registry.endpoint, give_up_s=60, backoff_s=0.001, reserve_bytes=0
+    )
 
 
 @pytest.fixture

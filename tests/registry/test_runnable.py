@@ -39,7 +39,9 @@ def gguf_of(metadata: Mapping[str, Any], type_id: int = 2) -> bytes:
 
 
 def pulled(store: ModelStore, hub: Hub) -> None:
-    settings = PullSettings(hub_endpoint=hub.endpoint, reserve_bytes=0, part_bytes=1 << 20)
+    settings = PullSettings(
+        hub_endpoint=hub.endpoint, give_up_s=60, reserve_bytes=0, part_bytes=1 << 20
+    )
     asyncio.run(pull(store, "hf.co/o/r", settings=settings))
 
 
