@@ -21,7 +21,7 @@ from llmd.backend.protocol import Load
 from llmd.daemon.app import make_app
 from llmd.daemon.downloads import Downloads
 from llmd.daemon.http_server import Server, make_server, run
-from llmd.daemon.manager import ModelManager
+from llmd.daemon.manager import ModelManager, Spawn
 from llmd.daemon.metrics import Metrics
 from llmd.daemon.routes.services import Services
 from llmd.daemon.settings import Settings
@@ -41,6 +41,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "thinker": ("completion", "tools", "thinking"),
     "filler": ("completion", "insert"),
     "embedder": ("embedding",),
+    "obliging": ("completion", "tools"),  # tests/clients/obliging_worker.py
 }
 SYSTEM_OF = {"caller": "You are a caller."}
 
@@ -144,11 +145,13 @@ class LiveDaemon:
         root: Path,
         names: Sequence[str] = (*CAPABILITIES,),
         pull_settings: PullSettings | None = None,
+        spawn: Spawn = _spawn,
         **guard: Any,
     ) -> None:
         """With `pull_settings` its downloads are real; otherwise they follow a script."""
         self.store = ModelStore(root)
         self._pull_settings = pull_settings
+        self._spawn = spawn
         for name in names:
             install(self.store, name, CAPABILITIES[name])
         self._guard = guard
@@ -160,7 +163,7 @@ class LiveDaemon:
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     async def _run(self) -> None:
-        manager = ModelManager(Settings(), self.store, _spawn)
+        manager = ModelManager(Settings(), self.store, self._spawn)
         metrics = Metrics(manager.loaded)
         downloads = (
             ScriptedDownloads()

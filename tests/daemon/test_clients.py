@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
 import ollama
 import openai
 import pytest
@@ -33,6 +34,11 @@ def native(daemon: LiveDaemon) -> ollama.Client:
 @pytest.fixture(scope="module")
 def compatible(daemon: LiveDaemon) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="anything", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(daemon: LiveDaemon) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=daemon.url, api_key="anything", max_retries=0)
 
 
 def say(text: str) -> list[Any]:
@@ -113,3 +119,44 @@ def test_openai_sees_errors_as_its_own_classes(compatible: openai.OpenAI) -> Non
     assert caught.value.type == "not_found_error"
     with pytest.raises(openai.BadRequestError):
         compatible.chat.completions.create(model="plain", messages=[])
+
+
+def test_openai_gets_responses_embeddings_and_completions(compatible: openai.OpenAI) -> None:
+    response = compatible.responses.create(model="plain", input="hi")
+    assert response.output_text == "Hello wörld 👋"
+    embedded = compatible.embeddings.create(model="embedder", input=["a", "bc"])
+    assert [len(entry.embedding) for entry in embedded.data] == [4, 4]
+    completion = compatible.completions.create(model="plain", prompt="hi", n=2)
+    assert [choice.text for choice in completion.choices] == ["Hello wörld 👋"] * 2
+
+
+def test_ollama_embeds(native: ollama.Client) -> None:
+    assert len(native.embed("embedder", ["a", "bc"]).embeddings) == 2
+
+
+def test_anthropic_answers_and_streams(claude: anthropic.Anthropic) -> None:
+    answer = claude.messages.create(model="plain", max_tokens=9, messages=say("hi"))
+    assert answer.content[0].text == "Hello wörld 👋"  # type: ignore[union-attr]
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("end_turn", 4)
+    with claude.messages.stream(model="plain", max_tokens=9, messages=say("hi")) as stream:
+        assert "".join(stream.text_stream) == "Hello wörld 👋"
+        assert stream.get_final_message().stop_reason == "end_turn"
+    assert claude.messages.count_tokens(model="plain", messages=say("hi you")).input_tokens == 2
+
+
+def test_anthropic_calls_tools_in_a_stream(claude: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "add", "input_schema": {"type": "object"}}
+    with claude.messages.stream(
+        model="caller", max_tokens=9, messages=say(CALLS), tools=[tool]
+    ) as stream:
+        message = stream.get_final_message()
+    assert message.stop_reason == "tool_use"
+    (block,) = message.content
+    assert (block.type, block.name, block.input) == ("tool_use", "add", {"a": 1, "b": 2})  # type: ignore[union-attr]
+
+
+def test_anthropic_sees_errors_as_its_own_classes(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="x", max_tokens=9, messages=say("hi"))
+    with pytest.raises(anthropic.BadRequestError):
+        claude.messages.create(model="plain", max_tokens=0, messages=say("hi"))

@@ -1,0 +1,1 @@
+"""Clients that others wrote, each in its own environment, on a live daemon; scripts/clients."""
