@@ -312,6 +312,11 @@ class ModelManager:
                         await self._unload(victim, reason, drain_s=0)
                     continue
                 if not verdict.must_wait:
+                    if self._settings_wish(entry.wish).require_gpu:
+                        raise NoMemory(
+                            f"{entry.name} does not fit on the GPUs as they are, and a GPU is "
+                            "required; free their memory, or allow the CPU"
+                        )
                     raise NoMemory(
                         f"{entry.name} needs about {_gb(verdict.needed_bytes)} and llmd may use "
                         f"{_gb(verdict.available_bytes)}; raise LLMD_MEMORY_LIMIT or take a "

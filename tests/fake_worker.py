@@ -126,7 +126,10 @@ class FakeWorker:
             self.send(Failed(None, *self.behaviour["fail"]))
             os._exit(1)
         self.send(self.stats())
-        self.send(Ready(2048, 2048, 16, 100, 4096, WEIGHTS_BYTES))
+        layers = {part.device: part.num_layers for part in load.parts}
+        on_gpus = sum(count for device, count in layers.items() if device != "cpu")
+        vram_bytes = WEIGHTS_BYTES * on_gpus // max(sum(layers.values()), 1)
+        self.send(Ready(2048, 2048, 16, 100, 4096, WEIGHTS_BYTES, vram_bytes))
 
     def stats(self) -> Stats:
         return Stats(

@@ -20,6 +20,9 @@ import httpx
 import psutil
 import pytest
 
+from llmd.cli.tables import processor_text
+from llmd.daemon.placement import GPU_CONTEXT_BYTES, KV_FLOOR_BYTES
+
 from .manager_stage import FAKE_COMMAND, store_of
 
 READY_S = 1.5  # the promise, on an idle machine
@@ -300,6 +303,40 @@ def test_loads_are_seen_while_they_go_on_and_remembered_with_their_reason(tmp_pa
     history = daemon.client.get("/api/history").json()["history"]
     assert [entry["event"] for entry in history] == ["loaded", "unloaded"]
     assert history[1]["reason"] == "asked to stop"
+    daemon.close()
+
+
+def test_a_split_over_card_and_cpu_is_shown_and_a_card_that_appears_late_is_used(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "devices.json"
+    script.write_text("[]")
+    daemon = Daemon(tmp_path, LLMD_DEVICES=str(script))
+
+    def load(**options: Any) -> tuple[list[str], str]:
+        """Where the model goes, and what `llmd ps` says."""
+        body = {"model": "plain", "options": options}
+        assert daemon.client.post("/api/generate", json=body).json()["done_reason"] == "load"
+        models = daemon.client.get("/api/ps").json()["models"]
+        daemon.client.post("/api/generate", json={"model": "plain", "keep_alive": 0})
+        until(lambda: not daemon.workers, 20)
+        return models[0]["devices"], processor_text(models[0]["size"], models[0]["size_vram"])
+
+    assert load() == (["cpu"], "100% CPU")
+    assert load(require_gpu=False) == (["cpu"], "100% CPU")
+    # Room for a CUDA context and half of the model, most of which is the floor for KV.
+    half = GPU_CONTEXT_BYTES + KV_FLOOR_BYTES // 2 + 10**6
+    script.write_text(json.dumps([{"id": "cuda:0", "total_bytes": half}]))
+    assert load() == (["cuda:0", "cpu"], "50%/50% CPU/GPU")
+    assert load(num_gpu=8) == (["cuda:0", "cpu"], "75%/25% CPU/GPU")
+    assert load(num_gpu=0) == (["cpu"], "100% CPU")
+    cards = [{"id": f"cuda:{number}", "total_bytes": 8 * 10**9} for number in range(2)]
+    script.write_text(json.dumps(cards))
+    assert load(main_gpu=1) == (["cuda:1"], "100% GPU")
+    body = {"model": "plain", "options": {"require_gpu": True}}
+    script.write_text("[]")
+    refused = daemon.client.post("/api/generate", json=body)
+    assert refused.status_code == 503 and "GPU" in refused.json()["error"]
     daemon.close()
 
 
