@@ -65,14 +65,14 @@ class AnswerPlanner:
         parser = parser_of(forced.family, source, rendered, request.tools)
         course = self._course(request, forced.family, source, rendered, with_header=False)
         try:
-            return AnswerPlan(parser, self._grammar(forced.format, course))
+            return AnswerPlan(parser, self._grammar(forced.format, course, True))
         except GrammarError as error:
             # Tools come from far away, and their schemas say what no grammar can; a call that is
             # not forced would not obey them either.
             log.info("arguments are not held to their schema: %s", error)
         tools = [_without_schema(tool) for tool in request.tools]
         forced = forced_call(self._tokenizer, tools, source, self._architecture)
-        return AnswerPlan(parser, self._grammar(forced.format, course))
+        return AnswerPlan(parser, self._grammar(forced.format, course, True))
 
     def _course(
         self, request: Generate, family: Family, source: str, rendered: str, with_header: bool
@@ -81,14 +81,16 @@ class AnswerPlanner:
         may_think = request.think is not False or course.is_thinking or family.is_harmony
         return course if may_think else Course()
 
-    def _grammar(self, form: Format | None, course: Course) -> AnswerGrammar | None:
+    def _grammar(
+        self, form: Format | None, course: Course, holds_json: bool = False
+    ) -> AnswerGrammar | None:
         if form is None:
             return None
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._tokenizer)
         if course.closing:
             self._tokenizer.ids_with(course.closing)  # looked for here, not between two steps
-        return AnswerGrammar(self._compiler.compile(form), self._tokenizer, course)
+        return AnswerGrammar(self._compiler.compile(form, holds_json), self._tokenizer, course)
 
 
 def _without_schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .grammar import JSON_OPTIONS, GrammarError, closed
+from .json_bounds import with_short_times
 from .response_families import FAMILIES, Family, choose_family
 from .tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ def forced_call(
 def _call_rule(tokenizer: Tokenizer, frame: _Frame, function: Mapping[str, Any]) -> str:
     name = str(function.get("name", ""))
     stated = json.loads(json.dumps(function.get("parameters") or {"type": "object"}))
-    schema: Any = closed(stated)
+    schema: Any = with_short_times(closed(stated))
     definitions = {key: schema.pop(key) for key in ("$defs", "definitions") if key in schema}
     if frame.arguments_key:
         schema = {

@@ -6,8 +6,9 @@
     {"grammar": ...}     a Lark grammar, `%json {...}` inside it included
 
 The masks are llguidance's (github.com/guidance-ai/llguidance), over the bytes of our own tokens.
-White space between the parts of a JSON value is bounded, since a model may otherwise indent for
-ever, and there is none after it: when the value is complete only an end token is left.
+White space between the parts of a JSON value is bounded, and so are the digits of its numbers (see
+json_bounds.py), since a model may otherwise go on for ever. There is nothing after the value: when
+it is complete only an end token is left.
 
 A keyword that cannot be enforced is refused by name rather than ignored.
 """
@@ -25,6 +26,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from .json_bounds import NumberBound, digit_words, with_short_times
 from .tokenizer import Tokenizer
 
 # A line break and an indentation, or a space: what pretty printers write, and not for ever.
@@ -46,10 +48,12 @@ class Grammar:
 
     text: str
     tokenizer: LLTokenizer
+    bound: NumberBound | None = None  # at its beginning; where the text is JSON
 
     def matcher(self) -> Matcher:
         """At the beginning of the output."""
-        return Matcher(LLMatcher(self.tokenizer, self.text, log_level=0))
+        matcher = LLMatcher(self.tokenizer, self.text, log_level=0)
+        return Matcher(matcher, self.bound.copy() if self.bound else None)
 
 
 class GrammarCompiler:
@@ -60,27 +64,32 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bound = NumberBound(tokenizer, digit_words(tokenizer))
         self._tokenizer = LLTokenizer(
             tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.eos_ids)
         )
         self._checked = lru_cache(maxsize=_MAX_KNOWN)(self._check)
 
-    def compile(self, form: Format) -> Grammar:
-        """Raises GrammarError, also if `form` is none of the four kinds."""
-        return self._checked(_grammar_text(form))
+    def compile(self, form: Format, holds_json: bool = False) -> Grammar:
+        """`holds_json`: a grammar of ours around JSON values, whose numbers are to end.
 
-    def _check(self, text: str) -> Grammar:
+        Raises GrammarError, also if `form` is none of the four kinds.
+        """
+        return self._checked(_grammar_text(form), holds_json or not _is_text_form(form))
+
+    def _check(self, text: str, is_json: bool) -> Grammar:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
         if is_error:
             raise GrammarError(_explained(messages[0]))
-        return Grammar(text, self._tokenizer)
+        return Grammar(text, self._tokenizer, self._bound if is_json else None)
 
 
 class Matcher:
     """Where one sequence stands in its grammar. Owner: whoever masks its logits."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, bound: NumberBound | None = None) -> None:
         self._matcher = matcher
+        self._bound = bound
 
     @property
     def is_done(self) -> bool:
@@ -102,6 +111,8 @@ class Matcher:
         assert row.dtype == np.int32 and row.flags["C_CONTIGUOUS"], "int32 words in a row"
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._raise_if_broken()
+        if self._bound is not None:
+            self._bound.limit(row)
 
     def mask_bytes(self) -> bytes:
         """The same as bytes: token i is bit i % 8 of byte i // 8."""
@@ -114,6 +125,8 @@ class Matcher:
         for token_id in token_ids:
             if not self._matcher.consume_token(token_id):
                 raise GrammarError(f"token {token_id} does not fit the format")
+            if self._bound is not None:
+                self._bound.accept([token_id])
 
     def num_acceptable(self, token_ids: list[int]) -> int:
         """How many of these could be accepted one after the other; nothing is changed."""
@@ -122,10 +135,12 @@ class Matcher:
     def rollback(self, num_tokens: int) -> None:
         """Take back the tokens accepted last."""
         assert self._matcher.rollback(num_tokens), f"{num_tokens} tokens cannot be taken back"
+        if self._bound is not None:
+            self._bound.rollback(num_tokens)
 
     def copy(self) -> Matcher:
         """Another matcher at the same place."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self._bound.copy() if self._bound else None)
 
     def _raise_if_broken(self) -> None:
         if self._matcher.is_error():
@@ -136,6 +151,11 @@ def allowed_ids(mask: bytes, vocab_size: int) -> NDArray[np.int64]:
     """The token ids whose bits are set, in order."""
     bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
     return np.flatnonzero(bits[:vocab_size])
+
+
+def _is_text_form(form: Format) -> bool:
+    """A regular expression or a grammar: what it describes need not be JSON."""
+    return isinstance(form, Mapping) and len(form) == 1 and next(iter(form)) in ("regex", "grammar")
 
 
 def _grammar_text(form: Format) -> str:
@@ -154,7 +174,7 @@ def _grammar_text(form: Format) -> str:
 
 def _json_grammar(schema: Mapping[str, Any]) -> str:
     try:
-        text = json.dumps(closed(json.loads(json.dumps(schema))))
+        text = json.dumps(with_short_times(closed(json.loads(json.dumps(schema)))))
         return str(LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS))
     except (ValueError, TypeError, RecursionError) as error:
         raise GrammarError(f"invalid JSON schema: {error}") from error

@@ -215,3 +215,37 @@ def test_what_cannot_be_enforced_is_refused_by_name(form: Any, named: str) -> No
 def test_the_same_format_is_compiled_once() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert COMPILER.compile(schema) is COMPILER.compile(dict(schema))
+
+
+class Counter(RandomModel):
+    """A model that never tires of digits."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(tokenizer, seed)
+        spelt = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        self._closes = np.array([100.0 * text.isdigit() for text in spelt])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number"},
+        {"type": "integer"},
+        {"type": "number", "minimum": 0, "maximum": 1},
+        {"type": "array", "items": {"type": "number"}, "minItems": 3, "maxItems": 3},
+        {"type": "string", "format": "time"},
+        {"type": "string", "format": "date-time"},
+    ],
+)
+def test_a_number_comes_to_an_end(schema: dict[str, Any]) -> None:
+    for seed in range(5):
+        text, has_ended = Counter(TOKENIZER, seed).write(COMPILER.compile(schema).matcher(), 400)
+        assert has_ended, text
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
+
+
+def test_digits_in_a_string_are_not_counted() -> None:
+    schema = {"type": "string", "pattern": "^[0-9]{60}$"}
+    text, has_ended = Counter(TOKENIZER, 1).write(COMPILER.compile(schema).matcher(), 400)
+    assert has_ended and len(json.loads(text)) == 60

@@ -19,6 +19,7 @@ from llmd.backend.protocol import Generate, Started
 
 from ..daemon.scripted_worker import ScriptedWorker, send
 
+JOKE = {"setup": "Why?", "punchline": "Because."}  # what LangChain asks for without a schema
 SENTENCE = "Hello! I am a model that answers every question with these very words. Goodbye."
 
 
@@ -40,7 +41,7 @@ def deltas_of(request: Generate, messages: Sequence[Mapping[str, Any]]) -> list[
         return [{"tool_calls": [call]}]
     if request.format is not None:
         schema = {"type": "object"} if request.format == "json" else request.format
-        value = value_of(schema, said, schema.get("$defs", {})) or {"answer": said[:20]}
+        value = value_of(schema, said, schema.get("$defs", {})) or JOKE
         return pieces(json.dumps(value), [], None)
     return pieces(SENTENCE, request.stop, request.max_tokens)
 
@@ -72,9 +73,10 @@ def value_of(schema: Mapping[str, Any], said: str, definitions: Mapping[str, Any
     if kind == "array":
         return [value_of(schema.get("items", {"type": "string"}), said, definitions)]
     numbers = re.findall(r"-?\d+", said)
+    foreign = re.findall(r"[^\x00-\x7f]+", said)
     number = int(numbers[0]) if numbers else 1
     return {"integer": number, "number": float(number), "boolean": True, "null": None}.get(
-        kind, "cats"
+        kind, foreign[0] if foreign else "cats"
     )
 
 

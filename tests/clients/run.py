@@ -61,7 +61,7 @@ def run_pytest(venv: Path, environment: dict[str, str]) -> Iterator[Outcome]:
                 str(venv / "bin" / "python"),
                 *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
                 *("--rootdir", str(PROGRAMS), "--confcutdir", str(PROGRAMS)),
-                *("-c", os.devnull, str(PROGRAMS)),
+                *("-c", os.devnull, "-o", "asyncio_mode=auto", str(PROGRAMS)),
             ],
             env=environment,
             timeout=TIMEOUT_S,

@@ -8,7 +8,7 @@ const url = process.env.LLMD_URL;
 const model = process.env.LLMD_REAL_MODEL;
 const ollama = new Ollama({ host: url });
 const openai = new OpenAI({ baseURL: `${url}/v1`, apiKey: "anything", maxRetries: 0 });
-const messages = [{ role: "user", content: "What is the capital of France?" }];
+const messages = [{ role: "user", content: "What is the capital of France? Answer in one sentence." }];
 const parameters = { type: "object", properties: { n: { type: "integer" } }, required: ["n"] };
 const tools = [{ type: "function", function: { name: "look", description: "d", parameters } }];
 const options = { temperature: 0, num_predict: 20 };
@@ -69,7 +69,7 @@ test("openai gets structured output, tool calls, vectors and responses", async (
   const called = await openai.chat.completions.create({ model: "obliging", messages: [{ role: "user", content: "7" }], tools, tool_choice: "required" });
   assert.deepEqual(JSON.parse(called.choices[0].message.tool_calls[0].function.arguments), { n: 7 });
   assert.equal((await openai.embeddings.create({ model: "embedder", input: ["a", "b"] })).data.length, 2);
-  const response = await openai.responses.create({ model, input: "What is the capital of France?", temperature: 0, max_output_tokens: 20 });
+  const response = await openai.responses.create({ model, input: "What is the capital of France? Answer in one sentence.", temperature: 0, max_output_tokens: 20 });
   assert.match(response.output_text, /Paris/);
 });
 

@@ -38,7 +38,9 @@ class TestChatOpenAI(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, object]:
-        return {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "anything"}
+        # It asks other servers than OpenAI's for usage only if told to.
+        base = {"base_url": f"{URL}/v1", "api_key": "anything"}
+        return {"model": MODEL, **base, "stream_usage": True}
 
     @property
     def supports_json_mode(self) -> bool:

@@ -12,7 +12,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.ollama import Ollama
 from pydantic import BaseModel
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one sentence."
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}},
@@ -76,13 +76,15 @@ def test_litellm_embeds(url: str) -> None:
 
 
 def test_llama_index_chats_and_streams(url: str, real_model: str) -> None:
-    llm = Ollama(model=real_model, base_url=url, temperature=0.0, context_window=2048)
+    llm = Ollama(
+        model=real_model, base_url=url, temperature=0.0, context_window=2048, request_timeout=300
+    )
     assert "Paris" in str(llm.chat([ChatMessage(role="user", content=QUESTION)]))
     assert "Paris" in list(llm.stream_complete(QUESTION))[-1].text
 
 
 def test_llama_index_fills_a_class(url: str) -> None:
-    llm = Ollama(model="obliging", base_url=url, context_window=2048)
+    llm = Ollama(model="obliging", base_url=url, context_window=2048, request_timeout=300)
     town = llm.as_structured_llm(Town).complete("A town of 7").raw
     assert town == Town(name="cats", inhabitants=7)
 
