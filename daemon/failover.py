@@ -2,8 +2,8 @@
 
 The worker tells ids with the text (protocol.Delta). If it dies, a fresh worker gets the prompt's
 ids, the ids that were told and the seed, and goes on at the exact token; it tells the stream from
-its beginning, and what the reader has already is dropped here. Once per request: a request that
-kills two workers is not given a third.
+its beginning, and what the reader has already is dropped here. A request during which two workers
+die is not given a third, unless it got on in between: what kills a worker, kills at one point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .worker_process import WorkerProcess
 
 log = logging.getLogger("llmd.failover")
 
-MAX_RESUMPTIONS = 1
+MAX_RESUMPTIONS = 1  # without a new token since the last one
+MAX_RESTARTS = 3  # of a request that no worker had begun; it may have waited behind the culprit
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ async def resumed(
     sequence.
     """
     told = _Told()
-    num_left = MAX_RESUMPTIONS
+    num_deaths = num_told = 0
     running.begin(told.token_ids)
     try:
         while True:
@@ -112,9 +113,11 @@ async def resumed(
                                 running.completed()
                             return
             except WorkerDied as death:
-                if num_left == 0:
+                has_got_on = len(told.token_ids) > num_told
+                num_told = len(told.token_ids)
+                num_deaths = 1 if has_got_on else num_deaths + 1
+                if num_deaths > (MAX_RESTARTS if told.started is None else MAX_RESUMPTIONS):
                     raise
-                num_left -= 1
                 log.warning("%s; going on after %d tokens", death, len(told.token_ids))
                 request = told.resume(request)
                 worker = await replacement()

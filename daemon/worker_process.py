@@ -366,7 +366,8 @@ class WorkerProcess:
         )
 
     def _last_words(self) -> str:
-        lines = list(self._log_lines)[-LOG_LINES_TOLD:]
+        lines = [line for line in self._log_lines if not line.startswith("INFO ")]
+        lines = lines[-LOG_LINES_TOLD:]
         return f"; its log ends: {' | '.join(lines)}" if lines else ""
 
     async def _read_log(self) -> None:

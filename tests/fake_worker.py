@@ -10,6 +10,7 @@ told from a wrong one. What it does besides is set per model name by FAKE_WORKER
     die_in_load text             the load writes this to the log and exits
 and by the prompt:
     DIE n      exits after n tokens unless the sequence was resumed;  DIE! n  always
+    STUMBLE n  exits after n tokens of its own
     HANG n     the whole process falls silent after n tokens, unless resumed
     LONG n     n tokens; any other prompt gets 16
 """
@@ -71,7 +72,8 @@ class Sequence:
         )
         command, _, rest = self.prompt.partition(" ")
         self.command = command
-        self.number = int(rest.split()[0]) if command in ("DIE", "DIE!", "HANG", "LONG") else 0
+        has_number = command in ("DIE", "DIE!", "HANG", "LONG", "STUMBLE")
+        self.number = int(rest.split()[0]) if has_number else 0
         wanted = self.number if command == "LONG" else 16
         self.length = min(wanted, request.max_tokens or wanted)
         self.ids = list(request.output_ids)
@@ -191,6 +193,9 @@ class FakeWorker:
         self.send(Step(deltas, self.stats()))
 
     def misbehave(self, sequence: Sequence) -> None:
+        num_own = len(sequence.ids) - len(sequence.request.output_ids)
+        if sequence.command == "STUMBLE" and num_own >= sequence.number:
+            os._exit(3)
         if len(sequence.ids) < sequence.number or sequence.command not in ("DIE", "DIE!", "HANG"):
             return
         if sequence.command == "DIE!" or not sequence.is_resumed:

@@ -155,6 +155,15 @@ def test_a_request_that_kills_two_workers_fails_with_their_last_words_and_others
     staged(tmp_path, work)
 
 
+def test_a_request_that_gets_on_survives_more_than_one_death(tmp_path: Path) -> None:
+    async def work(stage: RealStage) -> None:
+        async with stage.manager.lease(MODEL) as lease:
+            assert await text_of(lease, "STUMBLE 6") == expected_text("STUMBLE 6", 7)
+        assert len(stage.workers) == 3
+
+    staged(tmp_path, work)
+
+
 def test_an_embedding_is_asked_for_once_more_when_the_worker_dies(tmp_path: Path) -> None:
     async def work(stage: RealStage) -> None:
         async with stage.manager.lease(MODEL) as lease:
