@@ -17,6 +17,7 @@ from .protocol import Generate
 from .text.chat_template import ChatTemplate, TemplateError
 from .text.context import fit_messages, fit_tokens
 from .text.grammar import GrammarError
+from .text.infill import infill_marks
 from .text.tokenizer import Tokenizer, without_marks
 
 TOO_LONG = (
@@ -65,6 +66,7 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self.template = template
         self.context_length = context_length
+        self._infill = infill_marks(tokenizer)
         self._planner = AnswerPlanner(tokenizer, architecture)
 
     def build(self, request: Generate) -> Prompt:
@@ -167,7 +169,9 @@ class PromptBuilder:
     def _with_suffix(self, request: Generate) -> str:
         if not request.suffix:
             return request.prompt or ""
-        raise RequestRefused("unsupported", "this model does not support insert")
+        if self._infill is None:
+            raise RequestRefused("unsupported", "this model does not support insert")
+        return self._infill.text(request.prompt or "", request.suffix)
 
     def _fit(self, request: Generate, ids: list[int], limit: int, window: int) -> list[int]:
         if len(ids) < window:
