@@ -25,7 +25,7 @@ from typing import Protocol
 
 from .engine.engine import Engine
 from .resident import give_back
-from .runner.prefix_files import PrefixFiles
+from .runner.prefix_files import KEY_BYTES, PrefixFiles
 
 log = logging.getLogger("llmd.worker")
 
@@ -190,9 +190,10 @@ class KVMemory:
             if self._engine.knows(key):
                 continue
             block = self._files.read(key, self._pages.block_bytes)
-            if block is None:
-                break
-            blocks.append((key, block))
+            if block is not None:
+                blocks.append((key, block))
+            elif len(key) == KEY_BYTES:
+                break  # windowed layers (longer keys) keep only their window's blocks
         return Restored(tuple(blocks)) if blocks else None
 
     def restore(self, restored: Restored) -> None:

@@ -2,7 +2,8 @@
 
 One file for each block, named by the block's key, which names its tokens and all before them:
 
-    <folder>/<fingerprint>/<key>        magic, key, checksum, then the block as it lies in memory
+    <folder>/<fingerprint>/<key>   magic, the key's and the block's checksum, then the block as it
+                                   lies in memory
 
 `fingerprint` names what decides the meaning of the bytes (model, dtype, rope, layout): files of
 another meaning are in another folder, which is removed. A file that is cut off, damaged or of
@@ -28,8 +29,9 @@ from pathlib import Path
 log = logging.getLogger("llmd.worker")
 
 MAGIC = b"llmdkv1\n"
-KEY_BYTES = 16
-HEADER_BYTES = len(MAGIC) + 2 * KEY_BYTES
+KEY_BYTES = 16  # at least; the keys of a second group of layers are longer
+SUM_BYTES = 16
+HEADER_BYTES = len(MAGIC) + 2 * SUM_BYTES
 MAX_FILES = 20_000  # a folder with more is slow on some file systems
 
 
@@ -97,7 +99,7 @@ class PrefixFiles:
             with open(  # noqa: PTH123 - the mode must hold from the first byte on
                 os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
             ) as file:
-                file.write(MAGIC + key + _checksum(block))
+                file.write(_header(key, block))
                 file.write(block)
             temporary.replace(path)
         except OSError as error:
@@ -121,7 +123,7 @@ class PrefixFiles:
         except OSError:
             return None
         head, block = raw[:HEADER_BYTES], raw[HEADER_BYTES:]
-        if len(block) != block_bytes or bytes(head) != MAGIC + key + _checksum(block):
+        if len(block) != block_bytes or bytes(head) != _header(key, block):
             log.warning("the saved prefix %s is damaged and ignored", path.name)
             with self._lock:
                 self._total -= self._sizes.pop(key, 0)
@@ -151,8 +153,9 @@ def _key_of(name: str) -> bytes | None:
         key = bytes.fromhex(name)
     except ValueError:
         return None
-    return key if len(key) == KEY_BYTES else None
+    return key if len(key) >= KEY_BYTES else None
 
 
-def _checksum(block: memoryview) -> bytes:
-    return blake2b(block, digest_size=KEY_BYTES).digest()
+def _header(key: bytes, block: memoryview) -> bytes:
+    sums = (blake2b(part, digest_size=SUM_BYTES).digest() for part in (key, block))
+    return MAGIC + b"".join(sums)

@@ -95,6 +95,15 @@ def test_a_write_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
     assert len(paths(tmp_path)) == 1
 
 
+def test_keys_of_a_second_group_of_layers_are_longer(tmp_path: Path) -> None:
+    first = files(tmp_path)
+    first.save(key(1), block(1))
+    first.save(key(1) + b"\1", block(2))
+    second = files(tmp_path)
+    assert second.read(key(1), BLOCK) == block(1)
+    assert second.read(key(1) + b"\1", BLOCK) == block(2)
+
+
 def test_nobody_else_may_read_what_was_said(tmp_path: Path) -> None:
     files(tmp_path).save(key(1), block(1))
     (path,) = paths(tmp_path)
