@@ -59,6 +59,6 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def softplus_decay(a: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
-    """The log of what stays: -exp(log_rate) · softplus(a + bias)."""
-    return -log_rate.float().exp() * functional.softplus(a.float() + bias.float())
+def softplus_decay(a: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    """The log of what stays: rate · softplus(a + bias), where rate is negative."""
+    return rate * functional.softplus(a.float() + bias)

@@ -82,6 +82,7 @@ class DeltaNetShape:
     key_dim: int
     value_dim: int
     conv_width: int
+    is_tiled: bool = False  # value head i reads key head i modulo their number, not i divided
 
 
 @dataclass(frozen=True, slots=True)

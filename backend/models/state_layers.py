@@ -82,7 +82,10 @@ class DeltaNet:
         self._beta = load.linear(("delta.b",), shape.num_value_heads, hidden)
         self._step = load.linear(("delta.a",), shape.num_value_heads, hidden)
         self._conv = load.tensor("delta.conv.weight").reshape(2 * keys + values, shape.conv_width)
-        self._log_rate = load.tensor("delta.log_rate", shape.num_value_heads).float()
+        if load.has("delta.rate"):  # a GGUF has it as it is used
+            self._rate = load.tensor("delta.rate", shape.num_value_heads).float()
+        else:
+            self._rate = -load.tensor("delta.log_rate", shape.num_value_heads).float().exp()
         self._step_bias = load.tensor("delta.step_bias", shape.num_value_heads).float()
         weight = load.tensor("delta.out_weight", shape.value_dim)
         self._norm = RMSNorm(weight, config.rms_norm_eps)
@@ -91,7 +94,7 @@ class DeltaNet:
     def __call__(self, x: Tensor, inputs: StepInputs, cache: LayerCache) -> Tensor:
         shape = self._shape
         qkv = self._qkv(x)
-        decay = softplus_decay(self._step(x), self._log_rate, self._step_bias)
+        decay = softplus_decay(self._step(x), self._rate, self._step_bias)
         beta = self._beta(x).sigmoid()
         answers = torch.empty((len(x), shape.num_value_heads, shape.value_dim))
         for span, state in zip(inputs.spans, inputs.states, strict=True):
@@ -116,6 +119,8 @@ class DeltaNet:
     def _per_value_head(self, x: Tensor) -> Tensor:
         heads = x.reshape(len(x), self._shape.num_key_heads, -1)
         times = self._shape.num_value_heads // self._shape.num_key_heads
+        if self._shape.is_tiled:
+            return heads.repeat(1, times, 1)
         return heads.repeat_interleave(times, dim=1)
 
     def _empty(self) -> Tensor:

@@ -40,6 +40,7 @@ GGUF: dict[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3": "gemma",
+    "gemma4": "gemma4",
     "glm4": "glm",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
@@ -51,7 +52,10 @@ GGUF: dict[str, str] = {
     "qwen2": "qwen",
     "qwen2moe": "qwen",
     "qwen3": "qwen",
+    "qwen35": "qwen3_next",
+    "qwen35moe": "qwen3_next",
     "qwen3moe": "qwen",
+    "qwen3next": "qwen3_next",
     "smollm3": "smollm3",
 }
 

@@ -148,6 +148,7 @@ CASES = [
             "hidden_size_per_layer_input": 0,
             "final_logit_softcapping": 30.0,
         },
+        gguf="gemma4",
     ),
     Case(
         "Gemma 4, layer inputs, shared keys",
@@ -159,6 +160,7 @@ CASES = [
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
         },
+        gguf="gemma4",
     ),
     Case(
         "Gemma 4, experts",
@@ -171,6 +173,7 @@ CASES = [
             "top_k_experts": 2,
             "moe_intermediate_size": 32,
         },
+        gguf="gemma4",
     ),
     Case("Phi-3", "phi3", _WINDOW, gguf="phi3"),
     Case(
@@ -216,12 +219,18 @@ CASES = [
         {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 32},
         gguf="lfm2",
     ),
-    Case("Qwen3-Next", "qwen3_next", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 48}),
-    Case("Qwen3.5", "qwen3_5_text", {**_DELTA, "head_dim": 32}),
+    Case(
+        "Qwen3-Next",
+        "qwen3_next",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 48},
+        gguf="qwen3next",
+    ),
+    Case("Qwen3.5", "qwen3_5_text", {**_DELTA, "head_dim": 32}, gguf="qwen35"),
     Case(
         "Qwen3.5-MoE",
         "qwen3_5_moe_text",
         {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 48},
+        gguf="qwen35moe",
     ),
 ]
 

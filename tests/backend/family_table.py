@@ -25,7 +25,16 @@ What each check does: **alone** one sequence whose prompt is longer than the win
 crossed in decode** a prompt shorter than the window that grows past it; **batched** three sequences
 of different lengths; **chunks of n** prompts that are read n tokens per step; **from the prefix
 cache** prompts whose beginning another sequence computed; **preempted** a sequence that loses its
-blocks in mid-answer and starts again.
+blocks in mid-answer and starts again; **GGUF** the same weights, written as llama.cpp's converter
+writes them, **batched**. An architecture of GGUF without a ✓ is read by the same code, from the names
+and keys that the `gguf` package defines, and was not compared.
+
+Layers with a state (gated delta nets, short convolutions) remember a sequence outside the paged
+cache. Models that have them take no prefix from the cache: a second prompt with the same beginning,
+and a sequence that was preempted, are read from the start.
+
+Which decoder runs a model is in the field `kernels` of its details (`llmd show -v`): `compiled`, or
+`torch` with the reason.
 
 RoPE of the kind `dynamic` stretches a text that outgrows the trained length. Here no text does, so
 it equals plain RoPE. `longrope` has two sets of frequencies; the served context length decides for
@@ -38,11 +47,12 @@ def render() -> str:
     checks = [check.__name__.replace("_", " ") for check in CHECKS]
     lines = [
         _HEAD,
-        f"| case | `model_type` | {' | '.join(checks)} |",
-        f"|---|---|{'---|' * len(checks)}",
+        f"| case | `model_type` | {' | '.join(checks)} | GGUF |",
+        f"|---|---|{'---|' * len(checks)}---|",
     ]
     for case in CASES:
-        lines.append(f"| {case.name} | `{case.model_type}` |{' ✓ |' * len(checks)}")
+        gguf = f"✓ `{case.gguf}`" if case.gguf else ""
+        lines.append(f"| {case.name} | `{case.model_type}` |{' ✓ |' * len(checks)} {gguf} |")
     lines += ["", "## Architectures", ""]
     for title, names in (
         ("`model_type` of config.json", architectures.SAFETENSORS),

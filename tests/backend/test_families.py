@@ -100,7 +100,16 @@ def test_the_logits_are_those_of_transformers(
     check(oracle)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.gguf], ids=str)
+def _gguf_cases() -> list[Any]:
+    quick = ("Llama", "Gemma 3", "Qwen3.5")
+    return [
+        pytest.param(case, id=str(case), marks=[] if case.name in quick else [pytest.mark.slow])
+        for case in CASES
+        if case.gguf
+    ]
+
+
+@pytest.mark.parametrize("case", _gguf_cases())
 def test_a_gguf_of_the_same_weights_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "gguf"
     folder.mkdir()

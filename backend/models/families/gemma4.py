@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import Experts, Family, Gemma4Shape, LayerConfig, ModelConfig, Names
 from ..rope import Rope, RopeScaling
-from . import hf
+from . import gguf, hf
 
 FAMILY = Family(
     qk_norm=True,
@@ -22,6 +22,22 @@ FAMILY = Family(
             "mlp_out_norm": "post_feedforward_layernorm",
             "mlp.router": "router.proj",
             "mlp.experts": "experts",
+        },
+    ),
+    gguf=Names(
+        parts={
+            "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+            "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+            "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "layer_scalar": "layer_output_scale.weight",
         },
     ),
 )
@@ -45,16 +61,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             int(raw["num_experts"]), int(raw["top_k_experts"]), int(raw["moe_intermediate_size"])
         )
     cap = raw.get("final_logit_softcapping")
-    return replace(
-        config,
-        norms="sandwich",
-        activation="gelu_tanh",
-        attention_scale=1.0,
-        embedding_scale=config.hidden_size**0.5,
-        logit_softcap=None if cap is None else float(cap),
-        experts=experts,
-        gemma4=Gemma4Shape(int(raw.get("hidden_size_per_layer_input") or 0)),
-    )
+    return _with(config, experts, cap, int(raw.get("hidden_size_per_layer_input") or 0))
 
 
 def _layer(raw: Mapping[str, Any], types: list[str], index: int) -> LayerConfig:
@@ -91,5 +98,59 @@ def _rope(raw: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
 
 
 def from_gguf(metadata: Mapping[str, Any], names: frozenset[str]) -> ModelConfig:
-    """No GGUF architecture leads here."""
-    raise AssertionError(metadata.get("general.architecture"))
+    """Flags of GGUF metadata. That a part of each head stands still is told by `rope_freqs`."""
+    meta = gguf.Metadata(metadata)
+    num_layers = int(meta.value("block_count"))
+    windowed = meta.value("attention.sliding_window_pattern")
+    sizes = meta.value("feed_forward_length")
+    size = int(sizes[0]) if isinstance(sizes, list) else int(sizes)
+    first_shared = num_layers - int(meta.value("attention.shared_kv_layers", 0))
+    experts = gguf.experts_of(meta) if meta.optional("expert_count") else None
+    layers: list[LayerConfig] = []
+    for index in range(num_layers):
+        layer = _gguf_layer(meta, names, index, bool(windowed[index]), experts is not None)
+        if index >= first_shared:
+            source = max(i for i in range(first_shared) if windowed[i] == windowed[index])
+            is_wide = isinstance(sizes, list) and int(sizes[index]) > size
+            layer = replace(layer, shares_kv_of=source, has_wide_mlp=is_wide)
+        layers.append(layer)
+    config = replace(gguf.base_config(meta, FAMILY, names, layers), intermediate_size=size)
+    cap = meta.optional("final_logit_softcapping")
+    layer_input_size = int(meta.value("embedding_length_per_layer_input", 0))
+    return _with(config, experts, cap, layer_input_size)
+
+
+def _gguf_layer(
+    meta: gguf.Metadata, names: frozenset[str], index: int, is_windowed: bool, has_experts: bool
+) -> LayerConfig:
+    head_dim = int(meta.value("attention.key_length"))
+    rope = Rope(float(meta.value("rope.freq_base", 1_000_000.0)), head_dim)
+    if is_windowed:
+        head_dim = int(meta.value("attention.key_length_swa"))
+        theta = float(meta.value("rope.freq_base_swa", 10_000.0))
+        rope = Rope(theta, head_dim, is_windowed=True)
+    kv_heads = meta.value("attention.head_count_kv")
+    return LayerConfig(
+        num_kv_heads=int(kv_heads[index] if isinstance(kv_heads, list) else kv_heads),
+        head_dim=head_dim,
+        rope=rope,
+        kind="gemma4",
+        window=gguf.window_of(meta) if is_windowed else None,
+        has_experts=has_experts,
+        keys_are_values=f"blk.{index}.attn_v.weight" not in names,
+    )
+
+
+def _with(
+    config: ModelConfig, experts: Experts | None, cap: Any, layer_input_size: int
+) -> ModelConfig:
+    return replace(
+        config,
+        norms="sandwich",
+        activation="gelu_tanh",
+        attention_scale=1.0,
+        embedding_scale=config.hidden_size**0.5,
+        logit_softcap=None if cap is None else float(cap),
+        experts=experts,
+        gemma4=Gemma4Shape(layer_input_size),
+    )

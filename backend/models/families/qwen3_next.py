@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import DeltaNetShape, Family, ModelConfig, Names
-from . import hf
+from . import gguf, hf
 from .qwen import SHARED_EXPERT, experts_of, with_experts
 
 _DELTA = {
@@ -66,9 +66,33 @@ def _picks(is_grouped: bool) -> dict[str, Any]:
     return picks
 
 
+_GGUF_DELTA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "delta.qkv": "attn_qkv",
+    "delta.z": "attn_gate",
+    "delta.b": "ssm_beta",
+    "delta.a": "ssm_alpha",
+    "delta.conv": "ssm_conv1d",
+    "delta.rate": "ssm_a",
+    "delta.step_bias": "ssm_dt.bias",
+    "delta.out_weight": "ssm_norm.weight",
+    "delta.out": "ssm_out",
+}
+_GGUF_QUERIES: dict[str, Any] = {
+    "self_attn.q_proj": ("attn_q", lambda config: _alternating(config, 0)),
+    "self_attn.gate_proj": ("attn_q", lambda config: _alternating(config, 1)),
+}
 QWEN3_NEXT = Family(
     qk_norm=True,
     hf=Names(parts=_DELTA | SHARED_EXPERT, picks=_picks(is_grouped=True), norms_minus_one=True),
+    gguf=Names(
+        parts=_GGUF_DELTA,
+        picks=_GGUF_QUERIES
+        | {
+            "delta.b": ("ssm_ba", lambda config: _grouped(config, "b")),
+            "delta.a": ("ssm_ba", lambda config: _grouped(config, "a")),
+        },
+    ),
 )
 QWEN3_5 = Family(
     qk_norm=True,
@@ -84,6 +108,7 @@ QWEN3_5 = Family(
         picks=_picks(is_grouped=False),
         norms_minus_one=True,
     ),
+    gguf=Names(parts=_GGUF_DELTA, picks=_GGUF_QUERIES),
 )
 
 
@@ -119,5 +144,37 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def from_gguf(metadata: Mapping[str, Any], names: frozenset[str]) -> ModelConfig:
-    """No GGUF architecture leads here."""
-    raise AssertionError(metadata.get("general.architecture"))
+    """Flags of GGUF metadata. Of Qwen3.5 the value heads are in another order than in safetensors,
+    all of them alike; layers for predicting several tokens stand behind the network's own.
+    """
+    meta = gguf.Metadata(metadata)
+    num_layers = int(meta.value("block_count")) - int(meta.value("nextn_predict_layers", 0))
+    interval = int(meta.value("full_attention_interval", 4))
+    recurrent = meta.optional("attention.recurrent_layers")
+    if not isinstance(recurrent, list):
+        recurrent = [(index + 1) % interval != 0 for index in range(num_layers)]
+    attention = gguf.layer_config(meta, gguf.rope_of(meta))
+    delta = replace(attention, kind="delta", num_kv_heads=0, rope=None)
+    layers = [delta if is_delta else attention for is_delta in recurrent[:num_layers]]
+    experts = None
+    if meta.optional("expert_count"):
+        experts = gguf.experts_of(meta, has_shared_gate=True)
+        layers = [replace(layer, has_experts=True) for layer in layers]
+    is_next = meta.architecture == "qwen3next"
+    config = gguf.base_config(meta, QWEN3_NEXT if is_next else QWEN3_5, names, layers)
+    num_value_heads = int(meta.value("ssm.time_step_rank"))
+    return replace(
+        config,
+        attention_gate=True,
+        experts=experts,
+        num_layers=num_layers,
+        intermediate_size=config.intermediate_size or (experts.intermediate_size if experts else 0),
+        delta_net=DeltaNetShape(
+            num_key_heads=int(meta.value("ssm.group_count")),
+            num_value_heads=num_value_heads,
+            key_dim=int(meta.value("ssm.state_size")),
+            value_dim=int(meta.value("ssm.inner_size")) // num_value_heads,
+            conv_width=int(meta.value("ssm.conv_kernel")),
+            is_tiled=not is_next,
+        ),
+    )
