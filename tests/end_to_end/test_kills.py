@@ -36,7 +36,7 @@ def body(model: str, number: int) -> dict[str, Any]:
 
 
 def answer(daemon: Daemon, request: dict[str, Any], seen: threading.Semaphore) -> str:
-    text = ""
+    text: str = ""
     for line in daemon.lines("/api/chat", request):
         assert "error" not in line, line
         text += line["message"]["content"]
