@@ -26,8 +26,8 @@ crossed in decode** a prompt shorter than the window that grows past it; **batch
 of different lengths; **chunks of n** prompts that are read n tokens per step; **from the prefix
 cache** prompts whose beginning another sequence computed; **preempted** a sequence that loses its
 blocks in mid-answer and starts again; **GGUF** the same weights, written as llama.cpp's converter
-writes them, **batched**. An architecture of GGUF without a ✓ is read by the same code, from the names
-and keys that the `gguf` package defines, and was not compared.
+writes them, **batched**. An architecture of GGUF without a ✓ is read by the same code, from the
+names and keys that the `gguf` package defines, and was not compared.
 
 Layers with a state (gated delta nets, short convolutions) remember a sequence outside the paged
 cache. Models that have them take no prefix from the cache: a second prompt with the same beginning,
