@@ -2,8 +2,8 @@
 
     python -m llmd.benchmarks.planning
 
-Told: microseconds of the processor for a step in all, and of its planning (`schedule`), which is what a pipelined
-runner hides behind the step before.
+Told: microseconds of the processor for a step in all, and for its planning (`schedule`), which is
+what a pipelined runner hides behind the step before.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from llmd.backend.text.tokenizer import load_tokenizer
 from ..model_files import smollm2_gguf
 from .truth import PROMPTS, gguf_files
 
-NUM_TOKENS = 32
+NUM_TOKENS = 24
 SEED = 20_261_130
 LICENSE = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
 
@@ -75,7 +75,7 @@ class Stage:
         )
 
 
-def load_stage(num_prompts: int = 32, num_chars: int = 500) -> Stage:
+def load_stage(num_prompts: int = 32, num_chars: int = 200) -> Stage:
     """Twenty short prompts, and between them twelve that grow by `num_chars` each."""
     files = gguf_files(smollm2_gguf())
     tokenizer = load_tokenizer(files)
