@@ -281,7 +281,7 @@ class ModelManager:
         self._memory.follow(entry)
         self._measure(entry)
         self._counters["loads"] += 1
-        self._note(entry, "loaded", f"{entry.size_bytes} bytes on {', '.join(entry.devices)}")
+        self._note(entry, "loaded", f"{_gb(entry.size_bytes)} on {', '.join(entry.devices)}")
         self._start(self._bury(entry, worker))
         # Whoever asked for it acquires it now; if they all left, the default duration runs.
         self._keep_alive.acquire(entry.key, self._clock(), None)
