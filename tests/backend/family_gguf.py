@@ -53,6 +53,7 @@ def write_gguf(architecture: str, source: Path, folder: Path) -> None:
 _SPECIAL = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
+    "self_attn.sinks": "attn_sinks.weight",
     "layer_scalar": "layer_output_scale.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -73,7 +74,23 @@ def _write_keys(writer: Any, architecture: str, config: dict[str, Any]) -> None:
         writer.add_key_length(head_dim)
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
     writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+    if "layer_norm_eps" in config:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+    for key, add in (
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+    ):
+        if key in config:
+            add(config[key])
+    if full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
     kv_heads = config["num_key_value_heads"]
     size = config["intermediate_size"]
     if architecture == "lfm2":
@@ -106,11 +123,12 @@ def _write_keys(writer: Any, architecture: str, config: dict[str, Any]) -> None:
         writer.add_full_attention_interval(4)
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if config.get("moe_intermediate_size"):
+    if config.get("moe_intermediate_size") or "num_local_experts" in config:
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         active = config.get("num_experts_per_tok") or config["top_k_experts"]
         writer.add_expert_used_count(active)
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+        writer.add_expert_feed_forward_length(inner)
     if full.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
 
@@ -174,6 +192,8 @@ def _stacked(tensors: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The experts' matrices as one tensor of each kind, under the names that `gguf` maps."""
     found: dict[str, Any] = {}
     stacks: dict[str, dict[int, Any]] = defaultdict(dict)
+    if config["model_type"] == "gpt_oss":
+        tensors = _gpt_oss_experts(tensors)
     for name, values in tensors.items():
         match = _EXPERT.fullmatch(name)
         if match is not None:
@@ -187,6 +207,26 @@ def _stacked(tensors: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
             found[f"{name}.weight" if is_stack else name] = values
     for name, by_index in stacks.items():
         found[name] = np.stack([by_index[index] for index in sorted(by_index)])
+    return found
+
+
+def _gpt_oss_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Stacks of [experts, inputs, outputs], in which gate and up alternate, as others have them."""
+    found: dict[str, Any] = {}
+    for name, values in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        if part == "gate_up_proj":
+            for start, which in enumerate(("gate", "up")):
+                found[f"{prefix}.{which}_proj.weight"] = values[..., start::2].swapaxes(1, 2)
+        elif part == "gate_up_proj_bias":
+            for start, which in enumerate(("gate", "up")):
+                found[f"{prefix}.{which}_proj.bias"] = values[..., start::2]
+        elif part == "down_proj_bias":
+            found[f"{prefix}.down_proj.bias"] = values
+        elif part == "down_proj" and prefix.endswith("experts"):
+            found[f"{prefix}.down_proj.weight"] = values.swapaxes(1, 2)
+        else:
+            found[name] = values
     return found
 
 

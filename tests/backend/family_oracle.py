@@ -86,7 +86,7 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 CASES = [
     Case("Llama", "llama", gguf="llama"),
-    Case("Llama, biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    Case("Llama, biases", "llama", {"attention_bias": True, "mlp_bias": True}, gguf="llama"),
     Case("Llama, linear RoPE", "llama", _rope("linear", factor=4.0)),
     Case(
         "Llama 3 RoPE",
@@ -121,7 +121,7 @@ CASES = [
         ),
     ),
     Case("Mixtral", "mixtral", {"num_local_experts": 8}),
-    Case("Qwen2", "qwen2"),
+    Case("Qwen2", "qwen2", gguf="qwen2"),
     Case(
         "Qwen2, window from layer 2",
         "qwen2",
@@ -130,7 +130,7 @@ CASES = [
     Case("Qwen2-MoE", "qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
     Case("Qwen3", "qwen3", gguf="qwen3"),
     Case("Qwen3-MoE", "qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}, gguf="qwen3moe"),
-    Case("Gemma", "gemma"),
+    Case("Gemma", "gemma", gguf="gemma"),
     Case("Gemma 2", "gemma2", {**_WINDOW, "query_pre_attn_scalar": 24}),
     Case(
         "Gemma 3",
@@ -197,6 +197,7 @@ CASES = [
             "num_experts_per_tok": 2,
             **_rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
         },
+        gguf="gpt-oss",
     ),
     Case(
         "Granite",
@@ -207,12 +208,13 @@ CASES = [
             "attention_multiplier": 0.2,
             "logits_scaling": 4.0,
         },
+        gguf="granite",
     ),
-    Case("SmolLM3", "smollm3"),
-    Case("OLMo 2", "olmo2"),
+    Case("SmolLM3", "smollm3", gguf="smollm3"),
+    Case("OLMo 2", "olmo2", gguf="olmo2"),
     Case("OLMo 3", "olmo3", _WINDOW),
-    Case("Cohere 2", "cohere2", _WINDOW),
-    Case("GLM-4", "glm4", {"attention_bias": True}),
+    Case("Cohere 2", "cohere2", _WINDOW, gguf="cohere2"),
+    Case("GLM-4", "glm4", {"attention_bias": True}, gguf="glm4"),
     Case(
         "LFM2",
         "lfm2",
