@@ -64,14 +64,24 @@ class Entry:
         return self.worker.stats.rss_bytes or ready.weights_bytes - ready.weights_vram_bytes
 
     @property
+    def gpu_share(self) -> float:
+        """Of its layers, and so of its KV memory: the part that is on GPUs."""
+        num_layers = sum(part.num_layers for part in self.parts)
+        on_gpus = sum(part.num_layers for part in self.parts if part.device != "cpu")
+        return on_gpus / num_layers if num_layers else 0.0
+
+    @property
     def kv_bytes(self) -> int:
-        """KV memory of the machine that it holds now."""
-        return self.worker.stats.kv_bytes if self.worker is not None else 0
+        """KV memory of the machine that it holds now. A model on GPUs has its KV there, and its
+        worker alone knows how much of it there may be."""
+        if self.worker is None or self.on_devices:
+            return 0
+        return self.worker.stats.kv_bytes
 
     @property
     def in_use_bytes(self) -> int:
         """The part of it that sequences hold."""
-        if self.worker is None or self.worker.ready is None:
+        if self.worker is None or self.worker.ready is None or self.on_devices:
             return 0
         return self.worker.stats.blocks_in_use * self.worker.ready.block_bytes
 

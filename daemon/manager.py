@@ -397,13 +397,16 @@ class ModelManager:
             parts=list(entry.parts),
             dtype=self._settings.dtype,
             # What it could ever hold: the present budget comes when it is ready.
-            kv_budget_bytes=max(self._memory.limit_bytes - entry.kept_bytes, KV_FLOOR_BYTES),
+            kv_budget_bytes=0 if entry.on_devices else self._kv_capacity(entry),
             max_num_seqs=NUM_SEQS,
             num_threads=self._settings.num_threads,
             template=manifest.template,
             cache_dir=str(self._store.root / "derived" / manifest.digest),
             prefix_budget_bytes=self._settings.prefix_cache_bytes,
         )
+
+    def _kv_capacity(self, entry: Entry) -> int:
+        return max(self._memory.limit_bytes - entry.kept_bytes, KV_FLOOR_BYTES)
 
     async def _spawn_worker(self, load: Load, on_loading: Progress | None) -> WorkerProcess:
         command = self._settings.worker_command or worker_command()
@@ -584,7 +587,8 @@ class ModelManager:
             manifest=entry.manifest,
             expires_at=expires_at,
             size=worker.ready.weights_bytes + worker.stats.kv_bytes,
-            size_vram=worker.ready.weights_vram_bytes,
+            size_vram=worker.ready.weights_vram_bytes
+            + round(worker.stats.kv_bytes * entry.gpu_share),
             context_length=worker.ready.context_length,
             stats=worker.stats,
             devices=entry.devices,

@@ -111,9 +111,11 @@ class MemoryShares:
         """Tell each worker what it may hold, and notice if other programs need memory."""
         self._handle = None
         self._shared_at = self._clock()
-        holders = [entry for entry in self._entries.values() if entry.worker is not None]
-        if not holders:
+        loaded = [entry for entry in self._entries.values() if entry.worker is not None]
+        if not loaded:
             return
+        holders = [entry for entry in loaded if not entry.on_devices]
+        on_gpus = sum(entry.resident_bytes for entry in loaded if entry.on_devices)
         host = self._inventory.host()
         self._watch(host)
         coming = sum(
@@ -121,7 +123,7 @@ class MemoryShares:
             for entry in self._entries.values()
             if entry.has_room and entry.worker is None
         )
-        limit = self.limit([host]) - coming
+        limit = self.limit([host]) - coming - on_gpus
         room = max(limit - sum(entry.resident_bytes for entry in holders), 0)
         budgets = grants(limit, [self._holding(entry) for entry in holders])
         for entry in holders:
