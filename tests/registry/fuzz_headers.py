@@ -137,7 +137,7 @@ def one_input(start: Seed, number: int, seed: int, path: Path, outcome: Outcome)
     content = damaged(start.header, rng)
     with path.open("wb") as file:
         file.write(content)
-        if rng.random() < 0.9:  # sparse: the weights are there, as far as a size can tell
+        if rng.random() < 0.5:  # sparse: the weights are there, as far as a size can tell
             file.truncate(max(len(content), start.file_size))
     size = path.stat().st_size
     begun = time.process_time()
