@@ -10,7 +10,8 @@ import pytest
 
 from .chaos import NAMES, is_clean, trial
 
-pytestmark = pytest.mark.real_model  # the file is pulled, though its weights are not read
+# The file of the real model is pulled, though its weights are not read.
+pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
 
 def test_nothing_is_lost_and_nothing_is_left(

@@ -1,4 +1,7 @@
-"""What the KV cache costs: nothing at rest, the tokens in use while busy, and chats outlive it."""
+"""What the KV cache costs: nothing at rest, the tokens in use while busy, and chats outlive it.
+
+Slow: run by `scripts/chaos`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from llmd.registry.store import ModelStore
 from .real_daemon import Daemon, running_daemon, wait_until
 from .test_first_light import store_model
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
 
 MARGIN_BYTES = 300 * 10**6  # what an idle model may hold besides its weights
 GIVEN_BACK_S = 10.0
