@@ -279,7 +279,11 @@ def test_mlx(bits: int, tmp_path: Path) -> None:
 
 def test_what_is_not_quantised_beside_it_stays_as_it_is(tmp_path: Path) -> None:
     norm = torch.rand(K)
-    tensors = {"model.norm.weight": norm, NAME: floats8(), f"{STEM}.weight_scale_inv": norm[:1].clone()}
+    tensors = {
+        "model.norm.weight": norm,
+        NAME: floats8(),
+        f"{STEM}.weight_scale_inv": norm[:1].clone(),
+    }
     container = opened(tmp_path, {"quant_method": "fp8"}, tensors)
     assert torch.equal(container.tensor("model.norm.weight", torch.float32), norm)
     assert container.blocks("model.norm.weight") is None
