@@ -59,7 +59,8 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        self._head_timer = _cancelled(self._head_timer)
+        _cancel(self._head_timer)
+        self._head_timer = None
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
@@ -67,12 +68,15 @@ class Connection(HttpToolsProtocol):
         self._stall_timer = self.loop.call_later(self.stall_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stall_timer = _cancelled(self._stall_timer)
+        _cancel(self._stall_timer)
+        self._stall_timer = None
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer = _cancelled(self._head_timer)
-        self._stall_timer = _cancelled(self._stall_timer)
+        _cancel(self._head_timer)
+        self._head_timer = None
+        _cancel(self._stall_timer)
+        self._stall_timer = None
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
@@ -83,7 +87,8 @@ class Connection(HttpToolsProtocol):
             )
 
     def _refuse(self, status: bytes) -> None:
-        self._head_timer = _cancelled(self._head_timer)
+        _cancel(self._head_timer)
+        self._head_timer = None
         if not self.transport.is_closing():
             head = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status
             self.transport.write(head)
@@ -130,6 +135,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()

@@ -26,7 +26,15 @@ from .durations import parse_keep_alive_s
 from .generation import Answer, Generation, Held, holding, new_id
 from .lookup import find_model
 from .native import conversation, parse_options, worker_message
-from .openai import FINGERPRINT, MAX_CHOICES, at_once, checked_choices, truncation_notes, usage_of
+from .openai import (
+    FINGERPRINT,
+    MAX_CHOICES,
+    at_once,
+    checked_choices,
+    running_usage,
+    truncation_notes,
+    usage_of,
+)
 from .openai_bodies import CompletionBody, StreamOptions, logit_bias_of, sampling_options
 from .options import Options
 from .replies import Family
@@ -191,17 +199,24 @@ class _Reply:
 
     async def _stream_choice(self, generation: Generation, index: int, echo: str) -> None:
         head = self._head()
-        text_offset = 0
+        text_offset = num_tokens = 0
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
+                num_tokens += len(delta.token_ids)
                 text, echo = echo + delta.text, ""
                 if not text and not delta.logprobs:
                     continue
                 choice = self._choice(text, index, None, delta.logprobs, text_offset)
                 text_offset += len(text)
-                await self.call.send_event({**head, "choices": [choice]})
+                usage = self._continuous(running_usage(generation, num_tokens))
+                await self.call.send_event({**head, "choices": [choice], **usage})
         last = self._choice("", index, generation.end.reason, (), text_offset)
-        await self.call.send_event({**head, "choices": [last]})
+        usage = self._continuous(usage_of([generation.end]))
+        await self.call.send_event({**head, "choices": [last], **usage})
+
+    def _continuous(self, usage: dict[str, Any]) -> dict[str, Any]:
+        options = self.body.stream_options or StreamOptions()
+        return {"usage": usage} if options.continuous_usage_stats else {}
 
     def _choice(
         self,

@@ -207,7 +207,7 @@ class ChatReply:
                         choice["logprobs"] = {"content": openai_logprobs(delta.logprobs)}
                     chunk = {**head, "choices": [choice]}
                     if options.continuous_usage_stats:
-                        chunk["usage"] = _running_usage(generation, num_tokens)
+                        chunk["usage"] = running_usage(generation, num_tokens)
                     await self.call.send_event(chunk)
         if role:  # an empty answer still has a speaker
             opening = {"index": index, "delta": {**role, "content": ""}, "finish_reason": None}
@@ -286,7 +286,7 @@ def usage_of(ends: Sequence[Finished]) -> dict[str, Any]:
     return usage
 
 
-def _running_usage(generation: Generation, num_tokens: int) -> dict[str, Any]:
+def running_usage(generation: Generation, num_tokens: int) -> dict[str, Any]:
     prompt = len(generation.started.prompt_ids) if generation.started else 0
     return {
         "prompt_tokens": prompt,

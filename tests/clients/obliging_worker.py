@@ -40,7 +40,7 @@ def deltas_of(request: Generate, messages: Sequence[Mapping[str, Any]]) -> list[
         call = {"id": f"call_{request.id:0>8}", "name": function["name"], "arguments": arguments}
         return [{"tool_calls": [call]}]
     if request.format is not None:
-        schema = {"type": "object"} if request.format == "json" else request.format
+        schema: dict[str, Any] = {} if request.format == "json" else request.format
         value = value_of(schema, said, schema.get("$defs", {})) or JOKE
         return pieces(json.dumps(value), [], None)
     return pieces(SENTENCE, request.stop, request.max_tokens)

@@ -61,7 +61,9 @@ def run_pytest(venv: Path, environment: dict[str, str]) -> Iterator[Outcome]:
                 str(venv / "bin" / "python"),
                 *("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
                 *("--rootdir", str(PROGRAMS), "--confcutdir", str(PROGRAMS)),
-                *("-c", os.devnull, "-o", "asyncio_mode=auto", str(PROGRAMS)),
+                *("-c", os.devnull, "-o", "asyncio_mode=auto"),
+                # One loop for all: these libraries keep their connections beyond a test.
+                *("-o", "asyncio_default_test_loop_scope=session", str(PROGRAMS)),
             ],
             env=environment,
             timeout=TIMEOUT_S,

@@ -53,6 +53,15 @@ def test_a_completions_stream_ends_with_usage_and_the_mark(daemon: LiveDaemon) -
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 2
 
 
+def test_usage_can_come_with_every_chunk_of_a_completion(daemon: LiveDaemon) -> None:
+    steps = [{"sleep_s": 0.03, "text": text} for text in "ab"]
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    body = {"model": "plain", "prompt": f"SCRIPT {json.dumps(steps)}", "stream": True}
+    events = daemon.events("/v1/completions", {**body, "stream_options": options})
+    counts = [data["usage"]["completion_tokens"] for _, data in events[:-1]]
+    assert counts[-2:] == [2, 2] and counts == sorted(counts) and counts[0] >= 1
+
+
 def test_prompts_are_raw_and_each_gives_its_choices(daemon: LiveDaemon) -> None:
     answer = completion(daemon, ["ECHO", "ECHO"], n=2, seed=1, max_tokens=3)
     sent = [json.loads(choice["text"]) for choice in answer["choices"]]
