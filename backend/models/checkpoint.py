@@ -74,8 +74,9 @@ class _NamedCheckpoint:
             self.config = config_from_hf(container.config)
         self._prefix = _prefix_of(container)
         self._places = Places(self.config, container.format == "gguf", self._is_stored)
-        # The last stack of experts that was read: the next expert asks for it again.
-        self._stack: tuple[str, torch.dtype, Tensor] | None = None
+        # One layer's stacks of experts, by stored name and dtype: each expert asks for all of them.
+        self._stacks: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._stacks_of = ""  # the layer
 
     def has(self, name: str) -> bool:
         return self._is_stored(self._places.find(name).name)
@@ -118,9 +119,13 @@ class _NamedCheckpoint:
         name = self._prefixed(place.name)
         if place.expert is None:
             return self._container.tensor(name, dtype)
-        if self._stack is None or self._stack[:2] != (name, dtype):
-            self._stack = (name, dtype, self._container.tensor(name, dtype))
-        matrix = self._stack[2][place.expert]
+        layer = _layer_of(name)
+        if layer != self._stacks_of:
+            self._stacks.clear()
+            self._stacks_of = layer
+        if (name, dtype) not in self._stacks:
+            self._stacks[name, dtype] = self._container.tensor(name, dtype)
+        matrix = self._stacks[name, dtype][place.expert]
         return (matrix.t() if place.is_transposed else matrix).clone()
 
     def _is_stored(self, name: str) -> bool:
@@ -130,6 +135,11 @@ class _NamedCheckpoint:
         if name.startswith("model.") and self._prefix:
             return self._prefix + name.removeprefix("model.")
         return name
+
+
+def _layer_of(stored: str) -> str:
+    """ "12" of "blk.12.ffn_up_exps.weight" and of "model.layers.12.mlp.experts.down_proj"."""
+    return next((part for part in stored.split(".") if part.isdigit()), "")
 
 
 def _prefix_of(container: Container) -> str:
