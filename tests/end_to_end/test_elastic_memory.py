@@ -95,14 +95,20 @@ def test_a_second_model_takes_the_idle_prefixes_of_the_first_and_not_its_place(
     store = ModelStore(tmp_path)
     manifest = store.get(ModelName.parse(first))
     store.put(replace(manifest, name=ModelName.parse("second"), params={"num_keep": 5}))
-    # Nothing is saved to disk, so prefixes stay in memory; two models fit, and little besides.
-    with running_daemon(tmp_path, LLMD_PREFIX_CACHE="0", LLMD_MEMORY_LIMIT="1200MB") as daemon:
+    # Nothing is saved to disk, so prefixes stay in memory. A resting worker holds about 360 MB
+    # besides them, and a first load is estimated at 770 MB: only without the prefixes is there room.
+    with running_daemon(tmp_path, LLMD_PREFIX_CACHE="0", LLMD_MEMORY_LIMIT="1160MB") as daemon:
         for number in range(3):
-            daemon.post("/api/chat", question(first, number, 500, 2), 300)
-        wait_until(lambda: daemon.ps()[0]["running"] == 0, "the first model to rest")
+            daemon.post("/api/chat", question(first, number, 300, 2), 300)
+
+        def resting_bytes() -> int:
+            (model,) = daemon.ps()
+            return int(model["resident_bytes"] - model["kv"]["bytes"])
+
+        wait_until(lambda: resting_bytes() < 380 * 10**6, "the first model to rest")
         (loaded,) = daemon.ps()
         cached = loaded["kv"]["bytes"]
-        assert cached > 100 * 10**6, "the prefixes of three long chats are kept"
+        assert cached > 50 * 10**6, "the prefixes of three long chats are kept"
         daemon.post("/api/chat", question("second", 0, 5, 2), 300)
         by_name = {model["name"]: model for model in daemon.ps()}
         assert by_name[first]["pid"] == loaded["pid"]
