@@ -136,7 +136,7 @@ def crowd(stage: Stage, seed: int = 1, **limits: object) -> Answers:
 
 
 def preempted(stage: Stage) -> Answers:
-    """Every few steps a random few lose their blocks and start again."""
+    """Every other step a random few lose their blocks and start again."""
     rng = random.Random(2)
     engine = stage.engine()
     for name in stage.prompts:
@@ -145,7 +145,7 @@ def preempted(stage: Stage) -> Answers:
 
     def preempt(step: int) -> None:
         for name in rng.sample(list(stage.prompts), 3):
-            if step % 4 == 3 and times[name] < 2 and engine.force_preempt(name):
+            if step % 2 == 1 and times[name] < 2 and engine.force_preempt(name):
                 times[name] += 1
 
     answers = drain(engine, preempt)
