@@ -58,8 +58,8 @@ class Launcher:
         self._code = cpu_compile.Loaded(_object_code())  # the addresses below lie in it
         self._address = self._code.address_of("run")
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
-        self._gomp = _gomp() if num_threads > 1 else None
-        self._threads = ThreadGovernor(num_threads if self._gomp is not None else 1)
+        self._gomp, limit = _gomp() if num_threads > 1 else (None, 1)
+        self._threads = ThreadGovernor(min(num_threads, limit))
 
     @property
     def num_threads(self) -> int:
@@ -142,18 +142,22 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _gomp() -> Any:
+def _gomp() -> tuple[Any, int]:
+    """OpenMP's entry for a parallel region, and how many threads it will surely give."""
     folder = Path(torch.__file__).parent
     found = [*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")]
     for path in found:
         try:
-            function = ctypes.CDLL(str(path)).GOMP_parallel
+            library = ctypes.CDLL(str(path))
+            function = library.GOMP_parallel
         except (OSError, AttributeError):
             continue
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         function.restype = None
-        return function
-    return None
+        # OMP_DYNAMIC lets it give fewer than asked for, and the others would wait for them forever
+        limit = 1 if library.omp_get_dynamic() else library.omp_get_thread_limit()
+        return function, max(1, limit)
+    return None, 1
 
 
 def self_test(launcher: Launcher) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,3 +127,22 @@ def test_damaged_code_in_the_cache_is_not_run(tmp_path: Path) -> None:
 
 def test_one_thread_needs_no_runtime() -> None:
     assert Launcher(num_threads=1).num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("OMP_DYNAMIC", "true", 1), ("OMP_THREAD_LIMIT", "1", 1), ("OMP_NUM_THREADS", "1", 2)],
+)
+def test_threads_that_openmp_may_not_give_are_not_waited_for(
+    name: str, value: str, expected: int
+) -> None:
+    code = (
+        "from llmd.backend.kernels.cpu_launch import Launcher, self_test\n"
+        "launcher = Launcher(2)\n"
+        "print(launcher.max_threads, self_test(launcher) or 'sound')"
+    )
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(
+        command, env={**os.environ, name: value}, capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout.split() == [str(expected), "sound"], ran.stderr
