@@ -96,7 +96,7 @@ def test_a_second_model_takes_the_idle_prefixes_of_the_first_and_not_its_place(
     manifest = store.get(ModelName.parse(first))
     store.put(replace(manifest, name=ModelName.parse("second"), params={"num_keep": 5}))
     # Nothing is saved to disk, so prefixes stay in memory. A resting worker holds about 360 MB
-    # besides them, and a first load is estimated at 770 MB: only without the prefixes is there room.
+    # besides them, a first load is estimated at 770 MB: only without the prefixes is there room.
     with running_daemon(tmp_path, LLMD_PREFIX_CACHE="0", LLMD_MEMORY_LIMIT="1160MB") as daemon:
         for number in range(3):
             daemon.post("/api/chat", question(first, number, 300, 2), 300)
