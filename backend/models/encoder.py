@@ -210,7 +210,8 @@ class _Layer:
         if angles is not None:
             query, key = _rotated(query, *angles), _rotated(key, *angles)
         sizes = [count * length for count, length in groups]
-        parts = zip(groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+        split = [torch.split(rows, sizes) for rows in (query, key, value)]
+        parts = zip(groups, *split, strict=True)
         mixed = [self._attend_alike(count, q, k, v) for (count, _), q, k, v in parts]
         return self._output(torch.cat(mixed))
 
@@ -302,7 +303,7 @@ class Encoder:
         with torch.inference_mode():
             if self._last_norm is not None:
                 hidden = self._last_norm(hidden)
-            states = dict(zip(order, hidden.split(lengths), strict=True))
+            states = dict(zip(order, torch.split(hidden, lengths), strict=True))
         return [states[index] for index in range(len(texts))]
 
     @torch.inference_mode()

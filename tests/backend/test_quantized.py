@@ -69,7 +69,7 @@ def by_group(values: Tensor, group: int = GROUP) -> Tensor:
 def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Codes along the last dimension into int32; order[j] is the code at place j of a word."""
     count = 32 // bits
-    parts = codes.long().unflatten(-1, (-1, count))[..., list(order or range(count))]
+    parts = torch.unflatten(codes.long(), -1, (-1, count))[..., list(order or range(count))]
     shifted = (parts << (torch.arange(count) * bits)).sum(-1)
     return torch.where(shifted >= 2**31, shifted - 2**32, shifted).to(torch.int32)
 
