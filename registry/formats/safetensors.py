@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import FormatError
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 16 << 20  # a hundred thousand tensors
 MAX_DIMS = 16
 MAX_DIM = 1 << 62
 
