@@ -224,6 +224,7 @@ MASKS = [
     (rb'("(?:total|load|prompt_eval|eval)_duration"):\d+', rb"\1:NS"),
     (rb'("(?:created|created_at|completed_at)"):\d{9,}', rb"\1:SECONDS"),
     (rb'/[^\s"]*/blobs/', b"BLOBS/"),
+    (rb',"runtime":\{[^{}]*\}', b""),  # of a model that happens to be loaded
     (rb'"(chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|req_)[0-9a-z]{8,}', rb'"\1ID'),
 ]
 NUM_TRIES = 5  # two deltas that wait for a busy daemon come as one line; seldom, and rightly
