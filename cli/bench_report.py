@@ -27,8 +27,7 @@ def run_bench(
     levels = []
     for count in counts:
         levels.append(bench.level(count))
-        print(f"\r{count} streams measured", end="", flush=True)
-    print(f"\r{levels_table(levels)}\n")
+    print(f"\n{levels_table(levels)}\n")
     print(f"{prefix_table(bench.prefix())}\n")
     if seconds:
         samples = bench.series(max(counts), seconds)
@@ -145,7 +144,7 @@ def plot(title: str, values: Sequence[float]) -> str:
         label = f"{top:g}" if row == PLOT_ROWS else "0" if row == 1 else ""
         cells = "".join(_bar(value / top if top else 0.0, row) for value in values)
         rows.append(f"{label:>8} │{cells}")
-    return "\n".join([f"{title}", *rows, " " * 9 + "└" + "─" * len(values)])
+    return "\n".join([title, *rows, " " * 9 + "└" + "─" * len(values)])
 
 
 def _bar(share: float, row: int) -> str:
