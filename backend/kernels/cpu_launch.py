@@ -58,7 +58,10 @@ class Launcher:
         self._code = cpu_compile.Loaded(_object_code())  # the addresses below lie in it
         self._address = self._code.address_of("run")
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
-        self._gomp, limit = _gomp() if num_threads > 1 else (None, 1)
+        self._gomp: Any = None
+        limit = 1
+        if num_threads > 1:
+            self._gomp, limit = _gomp()
         self._threads = ThreadGovernor(min(num_threads, limit))
 
     @property
