@@ -14,7 +14,8 @@ from llmd.cli.errors import CommandFailed
 from llmd.cli.verify import verify
 from llmd.registry.names import ModelName
 from llmd.registry.settings import PullSettings
-from tests.daemon.live import LiveDaemon, live_daemon, tiny_gguf
+
+from ..daemon.live import LiveDaemon, live_daemon, tiny_gguf
 
 
 class Distant(Address):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from llmd.registry.settings import PullSettings
-from tests.registry import model_makers as make
-from tests.registry.hub_fixture import Faults, running_hub
-from tests.registry.ollama_fixture import usual_layers, write_store
 
+from ..registry import model_makers as make
+from ..registry.hub_fixture import Faults, running_hub
+from ..registry.ollama_fixture import usual_layers, write_store
 from .live import LiveDaemon, live_daemon, tiny_gguf
 
 

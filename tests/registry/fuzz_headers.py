@@ -171,7 +171,7 @@ def reason_of(error: FormatError) -> str:
 
 
 def main() -> None:
-    from tests import model_files
+    from .. import model_files
 
     inputs = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from llmd.registry.formats import gguf, safetensors
 from llmd.registry.formats.errors import FormatError
-from tests import model_files
 
+from .. import model_files
 from . import fuzz_headers
 from . import model_makers as make
 
