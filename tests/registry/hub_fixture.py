@@ -35,6 +35,7 @@ class Faults:
     bytes_per_s: int = 0  # of one connection
     drop_after: int = 0  # bytes of one response, then the connection ends
     drops: int = 10**9  # how many times that happens
+    quota: int = 0  # bytes served in all, then every connection ends without one more
     ignore_range: bool = False
     flip_byte: int = 0  # so many responses have their first byte changed
     busy: int = 0  # so many answers are 429
@@ -283,6 +284,9 @@ class _ContentHandler(_Handler):
         is_stalled = hub.spend("stall")
         start, sent = time.monotonic(), 0
         while sent < len(view):
+            if faults.quota and hub.bytes_served >= faults.quota:
+                self.close_connection = True
+                return
             if faults.drop_after and sent >= faults.drop_after and hub.spend("drops"):
                 self.close_connection = True
                 return

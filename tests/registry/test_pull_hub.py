@@ -214,8 +214,7 @@ def test_content_of_another_file_is_never_taken(
 def test_a_source_that_gives_out_is_named_and_its_parts_are_kept(
     store: ModelStore, hub: Hub
 ) -> None:
-    hub.faults = Faults(drop_after=30_000, drops=10**9)
-    hub.faults.stall = 10**9
+    hub.faults = Faults(quota=100_000)
     with pytest.raises(SourceUnavailable, match=r"stopped serving model\.gguf"):
         run_pull(store, hub, max_failures=3, stall_s=0.1)
     served = hub.bytes_served
