@@ -106,7 +106,7 @@ def test_a_client_that_leaves_takes_its_sequence_along(daemon: tuple[Daemon, str
     body = chat(model, "Count from one to one thousand.", options={"num_predict": 4000})
     stream = server.lines("/api/chat", body)
     next(stream)
-    assert server.ps()[0]["running"] == 1
+    wait_until(lambda: server.ps()[0]["running"] == 1, "the figures of the first step")
     stream.close()  # type: ignore[attr-defined]
     wait_until(lambda: server.ps()[0]["running"] == 0, "the sequence to go", deadline_s=2)
     assert server.ps()[0]["kv"]["blocks_in_use"] == 0
