@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ def written(tmp_path: Path) -> Callable[[bytes], Path]:
 
 
 Write = Callable[[bytes], Path]
+
+
+@pytest.fixture(autouse=True)
+def own_garbage() -> Iterator[None]:
+    """A collection during a measured read looks at its objects, not at those of earlier tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.real_model
