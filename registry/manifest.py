@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -76,7 +77,7 @@ class ManifestFile:
         return PurePosixPath(self.name).name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """One model. Sizes in bytes, `context_length` in tokens."""
 
@@ -110,7 +111,7 @@ class Manifest:
         """The number of weights for people: "135M", "8.0B"."""
         return show_count(self.parameter_count)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The model's ID, 64 hex digits. Depends on content and settings alone."""
         files = sorted((file.role, file.name, file.digest) for file in self.files)

@@ -28,6 +28,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import threading
 import time
 from collections import Counter
@@ -49,6 +50,8 @@ GRACE_S = 3600.0  # a blob this young may belong to a pull that has not written 
 PARTIAL_AGE_S = 7 * 24 * 3600.0  # how long an unfinished download can be resumed
 HASH_CHUNK_BYTES = 4 << 20
 
+FileState = tuple[int, int, int]  # inode, size, time of change in ns: a rename makes another inode
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -67,6 +70,7 @@ class ModelStore:
         # Blobs that someone is about to name in a manifest, and how many do so. Never removed.
         self._pins: Counter[str] = Counter()
         self._pins_lock = threading.Lock()  # held while a pin is set, and while a blob is removed
+        self._read_before: dict[Path, tuple[FileState, Manifest]] = {}  # see `find`
         for folder in (self.manifests, self.blobs, self.partial, self.temp, self.locks):
             folder.mkdir(parents=True, exist_ok=True)
         self._check_layout()
@@ -133,9 +137,23 @@ class ModelStore:
         return manifest
 
     def find(self, name: ModelName) -> Manifest | None:
-        """As `get`, but None if there is no such model."""
+        """As `get`, but None if there is no such model.
+
+        Every request asks; so what was read is kept, for as long as the file stays the same one.
+        """
         path = self._manifest_path(name)
-        return self._read(path) if path.is_file() else None
+        try:
+            found = path.stat()
+        except OSError:
+            self._read_before.pop(path, None)
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        state = (found.st_ino, found.st_size, found.st_mtime_ns)
+        known = self._read_before.get(path)
+        if known is None or known[0] != state:
+            known = self._read_before[path] = (state, self._read(path))
+        return known[1]
 
     def has(self, name: ModelName) -> bool:
         """Whether there is a model of this name, readable or not."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BadRequest, TooLarge, TooSlow, status_of
+from ..errors import BadRequest, DaemonError, TooLarge, TooSlow, status_of
 from .compression import unpacked
 from .replies import (
     JSON,
@@ -283,7 +283,10 @@ class Endpoint:
             raise
         except Exception as error:
             if status_of(error) >= 500:
-                log.warning("%s failed: %s", self._route.path, error, exc_info=True)
+                # Where it was raised matters for what was not foreseen. The others name their
+                # cause, and a crowd that is refused comes at a bad time for tracebacks.
+                is_foreseen = isinstance(error, DaemonError)
+                log.warning("%s failed: %s", self._route.path, error, exc_info=not is_foreseen)
             await call.send_error(error)
 
 

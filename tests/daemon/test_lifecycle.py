@@ -23,6 +23,7 @@ import pytest
 from llmd.cli.tables import processor_text
 from llmd.daemon.placement import GPU_CONTEXT_BYTES, KV_FLOOR_BYTES
 
+from ..pace import slowness
 from .manager_stage import FAKE_COMMAND, store_of
 
 READY_S = 1.5  # the promise, on an idle machine
@@ -115,7 +116,7 @@ def test_it_is_ready_soon_small_and_idle(daemon: Daemon) -> None:
     used_s = sum(process.cpu_times()[:2]) - before
     # 0.5 % of 3 s is 15 ms, and the system counts in ticks of 10 ms.
     assert used_s <= 0.03, f"{used_s} s of CPU in 3 s, with a model loaded"
-    assert os.getloadavg()[0] > 1.5 or daemon.ready_s < READY_S
+    assert daemon.ready_s < READY_S * slowness()
 
 
 def test_twenty_loads_and_unloads_leave_memory_and_descriptors_flat_and_no_process(

@@ -16,6 +16,7 @@ import pytest
 from llmd.registry.pull import pull
 from llmd.registry.store import ModelStore
 
+from ..pace import slowness
 from .real_daemon import Daemon, running_daemon, wait_until
 
 QUESTION = "What is the capital of France? Answer in one sentence."
@@ -147,8 +148,3 @@ def test_a_killed_daemon_leaves_no_process(smollm2_gguf: Path, tmp_path: Path) -
         server.process.wait()
         _, alive = psutil.wait_procs(family, timeout=5)
         assert alive == []
-
-
-def slowness() -> float:
-    """How much slower than an idle machine this one is now: 1.0, or more while others work."""
-    return max(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
