@@ -217,6 +217,7 @@ def test_the_version_is_the_daemons_and_tells_the_difference(
     assert second.startswith("Warning: client version is ")
 
 
+@pytest.mark.alone
 def test_the_version_is_told_without_a_daemon_and_quickly(fake: FakeDaemon, tmp_path: Path) -> None:
     environ = {**fake.environ(tmp_path), "LLMD_HOST": "127.0.0.1:9"}
     result = llmd("--version", environ=environ)

@@ -17,6 +17,8 @@ import pytest
 from ..pace import slowness
 from .test_lifecycle import Daemon
 
+pytestmark = pytest.mark.alone
+
 CROWD = 600
 MAX_QUEUE = 512
 LOAD_S = 6.0

@@ -26,6 +26,8 @@ from llmd.daemon.placement import GPU_CONTEXT_BYTES, KV_FLOOR_BYTES
 from ..pace import slowness
 from .manager_stage import FAKE_COMMAND, store_of
 
+pytestmark = pytest.mark.alone
+
 READY_S = 1.5  # the promise, on an idle machine
 READY_LIMIT_S = 10.0  # what a busy one is given
 RESIDENT_BYTES = 120_000_000

