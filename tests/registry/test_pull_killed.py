@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -162,6 +163,31 @@ def test_300_megabytes_cost_at_most_six_percent_when_the_daemon_is_killed_ten_ti
     assert_killed_pulls_waste_little(
         tmp_path / "m", 300 << 20, 16 << 20, 10, 20_000_000, 0.06, killed_daemons
     )
+
+
+@pytest.mark.parametrize(
+    "stride", [pytest.param(40, id="some"), pytest.param(1, id="each", marks=pytest.mark.slow)]
+)
+def test_a_kill_at_any_system_call_of_a_pull_leaves_the_old_model_or_the_new(
+    tmp_path: Path, stride: int
+) -> None:
+    versions = {name: make.tiny_gguf({"general.name": name}) for name in ("old", "new")}
+    with running_hub({"m.gguf": versions["old"] + bytes(200_000)}) as hub:
+        settings = PullSettings(hub_endpoint=hub.endpoint, reserve_bytes=0)
+        asyncio.run(pull(ModelStore(tmp_path / "old"), "hf.co/o/r", settings=settings))
+        hub.files["m.gguf"] = versions["new"] + bytes(200_000)
+        program = [sys.executable, "-m", "tests.registry.fatal_calls"]
+        done = subprocess.run(
+            [*program, hub.endpoint, str(tmp_path), str(stride)],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    num_kills, num_old, num_new = map(int, re.findall(r"\d+", done.stdout))
+    assert num_old and num_new, f"{num_kills} kills did not meet both sides of the install"
 
 
 @pytest.fixture
