@@ -17,7 +17,8 @@ def num_layers_of(store: ModelStore, manifest: Manifest) -> int:
     """Blocking, some milliseconds. Never fails: a wrong guess costs a worse placement."""
     try:
         if manifest.format == "gguf":
-            metadata = gguf.read_header(store.path_of(manifest.files_of("weights")[0])).metadata
+            path = store.path_of(manifest.files_of("weights")[0])
+            metadata = gguf.read_header(path, max_items=0).metadata  # without its vocabulary
             return _positive(metadata.get(f"{metadata.get('general.architecture')}.block_count"))
         (config,) = [file for file in manifest.files if file.name == "config.json"]
         fields = json.loads(store.path_of(config).read_text(encoding="utf-8"))

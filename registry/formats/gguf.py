@@ -33,6 +33,8 @@ VERSIONS = (2, 3)
 FIRST_READ_BYTES = 4 << 20
 MAX_HEADER_BYTES = 24 << 20  # half as much again as a vocabulary of 262,144 with its merges
 MAX_ITEMS = 1 << 20  # of one list; twice the longest in use
+MAX_ITEMS_IN_ALL = 3 << 19  # of all lists together; a vocabulary of 262,144 has 1.3 million
+MAX_ENTRIES = 1 << 15  # tensors, or pairs; ten times the most in use
 MAX_DIMS = 4  # what ggml can hold
 MAX_ARRAY_DEPTH = 2
 MAX_TEXT_BYTES = 4 << 20  # of one text: a chat template, a licence
@@ -241,19 +243,24 @@ class _Parser:
         self.max_items = max_items
         self.file_size = file_size
         self.offset = 0
+        self.num_items = 0  # of all lists so far
         self.architecture: str | None = None  # as soon as it was met
 
     def header(self) -> GGUFHeader:
         version, num_tensors, num_pairs = self._start()
         metadata = self._metadata(num_pairs)
         alignment = _alignment(metadata)
-        raw = [self._tensor() for _ in range(self._counted(num_tensors, 24, "tensors"))]
-        data_offset = -(-self.offset // alignment) * alignment
-        tensors: dict[str, TensorInfo] = {}
-        for name, dims, type_id, offset in raw:
-            if name in tensors:
+        raw: dict[str, tuple[list[int], int, int]] = {}
+        for _ in range(self._entries(num_tensors, 24, "tensors")):
+            name, dims, type_id, offset = self._tensor()
+            if name in raw:
                 raise FormatError(f"two tensors are called {name[:100]!r}")
-            tensors[name] = self._placed(name, dims, type_id, offset, data_offset, alignment)
+            raw[name] = (dims, type_id, offset)
+        data_offset = -(-self.offset // alignment) * alignment
+        tensors = {
+            name: self._placed(name, dims, type_id, offset, data_offset, alignment)
+            for name, (dims, type_id, offset) in raw.items()
+        }
         return GGUFHeader(version, metadata, tensors, data_offset)
 
     def _start(self) -> tuple[int, int, int]:
@@ -270,7 +277,7 @@ class _Parser:
 
     def _metadata(self, num_pairs: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
-        for _ in range(self._counted(num_pairs, 13, "metadata pairs")):
+        for _ in range(self._entries(num_pairs, 13, "metadata pairs")):
             key = self._string(strict=True)
             if key in metadata:
                 raise FormatError(f"the key {key[:100]!r} stands there twice")
@@ -283,7 +290,7 @@ class _Parser:
         """The metadata, unread."""
         _, _, num_pairs = self._start()
         found = []
-        for _ in range(self._counted(num_pairs, 13, "metadata pairs")):
+        for _ in range(self._entries(num_pairs, 13, "metadata pairs")):
             start = self.offset
             key = self._string(strict=True)
             self._value(int(self._scalar("<I")), depth=0)
@@ -319,6 +326,8 @@ class _Parser:
             raise FormatError(f"a metadata array has the unknown type {type_id}")
         _, typecode, item_size = _SCALARS[type_id]
         end = self.offset + self._counted(count, item_size, "array items") * item_size
+        self._require(end)
+        self._take(count)
         values = array(typecode, self._bytes_until(end))
         if struct.pack("=H", 1) != struct.pack("<H", 1):
             values.byteswap()
@@ -328,6 +337,7 @@ class _Parser:
         if count > self.max_items:
             self._pass_strings(count)
             return []
+        self._take(count)
         data, offset, unpack = self.data, self.offset, _U64.unpack_from
         end = len(data)
         values: list[str] = []
@@ -396,6 +406,18 @@ class _Parser:
                 f"{self.file_size - self.offset} bytes are left"
             )
         return count
+
+    def _entries(self, count: int, item_size: int, what: str) -> int:
+        """`count`, if a header may have so many of them."""
+        if self._counted(count, item_size, what) > MAX_ENTRIES:
+            raise FormatError(f"{count} {what} are announced, more than {MAX_ENTRIES}")
+        return count
+
+    def _take(self, count: int) -> None:
+        """So many items of a list will be kept."""
+        self.num_items += count
+        if self.num_items > MAX_ITEMS_IN_ALL:
+            raise FormatError(f"its lists have more than {MAX_ITEMS_IN_ALL} items")
 
     def _tensor(self) -> tuple[str, list[int], int, int]:
         name = self._string(strict=True)

@@ -138,6 +138,23 @@ BROKEN_GGUF: dict[str, tuple[bytes, str]] = {
     "tensor huge": (make.gguf_bytes({}, [("t", [1 << 62] * 4, 0)], 4096), "truncated: tensor"),
     "dimensions": (make.gguf_bytes({}, [("t", [1] * 5, 0)], 4096), "5 dimensions"),
     "same tensors": (make.gguf_bytes({}, [("t", [1], 0), ("t", [1], 0)], 9000), "two tensors"),
+    "too many tensors": (
+        b"GGUF" + struct.pack("<IQQ", 3, gguf.MAX_ENTRIES + 1, 0) + bytes(1 << 20),
+        f"{gguf.MAX_ENTRIES + 1} tensors are announced, more than {gguf.MAX_ENTRIES}",
+    ),
+    "too many pairs": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, gguf.MAX_ENTRIES + 1) + bytes(1 << 20),
+        f"pairs are announced, more than {gguf.MAX_ENTRIES}",
+    ),
+    "too many items": (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 2)
+        + b"".join(
+            make.string(key) + struct.pack("<IIQ", 9, 0, gguf.MAX_ITEMS) + bytes(gguf.MAX_ITEMS)
+            for key in ("a", "b")
+        ),
+        "its lists have more than",
+    ),
     "name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + make.string(b"\xff" * 9) + bytes(9), "UTF-8"),
 }
 
