@@ -190,6 +190,24 @@ def test_a_worker_killed_in_the_middle_is_not_noticed_by_the_client(daemon: Daem
     assert daemon.answer()["done_reason"] == "length"
 
 
+def test_ten_calls_of_other_contexts_and_batches_are_answered_by_one_load(daemon: Daemon) -> None:
+    pids = set()
+    for number in range(10):
+        options = {"num_ctx": (2048, 4096)[number % 2], "num_batch": (64, 512)[number % 2]}
+        body = {
+            "model": "plain",
+            "prompt": "hello",
+            "stream": False,
+            "shift": number % 2 == 0,
+            "options": options,
+        }
+        answer = daemon.client.post("/api/generate", json=body)
+        assert answer.status_code == 200
+        pids |= {worker.pid for worker in daemon.workers}
+    history = daemon.client.get("/api/history").json()["history"]
+    assert (len(pids), [entry["event"] for entry in history]) == (1, ["loaded"])
+
+
 def test_a_request_that_kills_its_worker_twice_gets_an_error_line_and_the_next_one_works(
     daemon: Daemon,
 ) -> None:

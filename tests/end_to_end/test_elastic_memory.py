@@ -58,7 +58,7 @@ def resident_bytes(daemon: Daemon) -> int:
 
 def test_memory_follows_the_tokens_and_comes_back(daemon: Daemon, stored: tuple[Path, str]) -> None:
     model = stored[1]
-    num_chats = 8
+    num_chats = 32
     for num_ctx in (2048, 8192):
         body = question(model, 0, 5, 2)
         body["options"]["num_ctx"] = num_ctx

@@ -10,11 +10,19 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
+
+from llmd.registry.names import ModelName
+from llmd.registry.store import ModelStore
 
 from .real_daemon import Daemon, running_daemon
 from .test_first_light import TOPICS, store_model
@@ -73,3 +81,42 @@ def test_no_stream_is_lost(smollm2_gguf: Path, tmp_path: Path, number: signal.Si
             assert all_answers(daemon, model, at, number) == undisturbed, f"round {round} at {at}"
             pids.add(daemon.ps()[0]["pid"])
         assert len(pids) > NUM_ROUNDS // 2, "hardly a worker was replaced"
+
+
+def test_ten_deaths_in_a_row_are_one_clear_error_and_another_model_serves_on(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """Whatever loads the doomed model is killed at once, until ten requests were told so."""
+    doomed = store_model(tmp_path, smollm2_gguf)
+    store = ModelStore(tmp_path)
+    manifest = store.get(ModelName.parse(doomed))
+    store.put(replace(manifest, name=ModelName.parse("other"), params={"num_keep": 5}))
+    with running_daemon(tmp_path) as daemon:
+        calm = daemon.post("/api/chat", {**body("other", 0), "stream": False})["message"]
+        (other,) = daemon.workers()
+        errors: list[str] = []
+        num_kills = 0
+        with ThreadPoolExecutor(1) as pool:
+            while len(errors) < 10:
+                asked = pool.submit(
+                    httpx.post,
+                    f"{daemon.url}/api/chat",
+                    json={**body(doomed, 1), "stream": False},
+                    timeout=120,
+                )
+                while not asked.done():
+                    for worker in daemon.workers():
+                        if worker.pid != other.pid:
+                            with suppress(psutil.NoSuchProcess):
+                                worker.kill()
+                                num_kills += 1
+                    time.sleep(0.02)
+                assert asked.result().status_code == 500
+                errors.append(asked.result().json()["error"])
+                again = daemon.post("/api/chat", {**body("other", 0), "stream": False})
+                assert again["message"] == calm
+        assert "is held off for" in errors[-1], errors
+        assert all("ended unexpectedly" in error or "held off" in error for error in errors)
+        assert other.is_running() and [worker.pid for worker in daemon.workers()] == [other.pid]
+        assert [model["name"] for model in daemon.ps()] == ["other:latest"]
+        print(num_kills, "kills;", errors[0], "|", errors[-1])

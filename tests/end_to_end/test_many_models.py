@@ -92,3 +92,21 @@ def test_a_request_for_a_ready_model_does_not_wait_for_a_load(daemon: Daemon) ->
     assert len(during) >= 2, "the load was over before it could disturb anyone"
     limit_s = 2 * statistics.median(idle) + 0.1
     assert statistics.median(during) <= limit_s * slowness(), (idle, during)
+
+
+def test_ten_calls_of_other_contexts_and_batches_are_answered_by_one_load(daemon: Daemon) -> None:
+    def loads() -> int:
+        history = httpx.get(f"{daemon.url}/api/history").json()["history"]
+        return [entry["event"] for entry in history].count("loaded")
+
+    first_token_s(daemon, "one", "Hello?")
+    (loaded,) = (model for model in daemon.ps() if model["name"] == "one:latest")
+    before = loads()
+    for number in range(10):
+        request = body("one", f"What is {number}?")
+        options = {"num_ctx": (2048, 4096)[number % 2], "num_batch": (64, 512)[number % 2]}
+        request["options"].update(options)
+        answer = daemon.post("/api/chat", {**request, "shift": number % 2 == 0, "stream": False})
+        assert answer["done"]
+    (found,) = (model for model in daemon.ps() if model["name"] == "one:latest")
+    assert (loads(), found["pid"]) == (before, loaded["pid"])
