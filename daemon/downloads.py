@@ -64,6 +64,7 @@ def pull_settings(settings: Settings, environ: Mapping[str, str]) -> PullSetting
         hub_endpoint=environ.get("HF_ENDPOINT") or None,
         hub_token=environ.get("HF_TOKEN") or None,
         registry_url=settings.registry,
+        key=settings.registry_key,
         user_aliases=settings.aliases,
     )
 

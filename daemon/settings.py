@@ -66,6 +66,7 @@ class Settings:
     pull_connections: int = 6  # of one download
     pull_private: bool = False  # models may come from hosts of a private network
     registry: str = ""  # address of the registry of bare names; "": the usual one
+    registry_key: Path | None = None  # of an account at registries; None: ~/.ollama/id_ed25519
     aliases: Path | None = None  # a table of short names that comes before the shipped one
     noprune: bool = False  # leave unnamed blobs alone at the start
     sources: Mapping[str, str] = field(default_factory=dict)  # setting -> variable it came from
@@ -110,6 +111,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         pull_connections=reader.get("PULL_CONNECTIONS", _one_or_more, defaults.pull_connections),
         pull_private=reader.get("PULL_PRIVATE", _truth, False),
         registry=reader.get("REGISTRY", _address, ""),
+        registry_key=reader.get("REGISTRY_KEY", _existing_file, None),
         aliases=reader.get("ALIASES", _existing_file, None),
         noprune=reader.get("NOPRUNE", _truth, False),
         sources=reader.sources,

@@ -189,7 +189,9 @@ class _Push:
             sent["Authorization"] = self._authorization
         reply = session.send(method, url, sent, body)
         if reply.status == 401 and is_ours and not self._authorization:
-            self._authorization = authorization_for(session, reply, self._base, self.label)
+            self._authorization = authorization_for(
+                session, reply, self._base, self.label, self._settings.key
+            )
             if body is None or isinstance(body, bytes):
                 return self._ask(session, method, url, headers, body)
             raise SourceUnavailable(f"{self.label} asks for a token in the middle")

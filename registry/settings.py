@@ -26,5 +26,6 @@ class PullSettings:
     hub_endpoint: str | None = None  # None: as huggingface_hub has it (HF_ENDPOINT)
     hub_token: str | None = None  # None: as huggingface_hub finds it (HF_TOKEN, `hf auth login`)
     registry_url: str = ""  # of bare names; "": https and the name's own host
+    key: Path | None = None  # of the user's account at registries; None: where Ollama has it
     python: str = sys.executable  # whose pip fetches packages
     user_aliases: Path | None = None  # a table like aliases.toml that comes first

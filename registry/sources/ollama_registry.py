@@ -98,7 +98,9 @@ class OllamaRegistrySource:
             with Session(self._settings) as session:
                 reply = session.get(url, {"Accept": MANIFEST_TYPE})
                 if reply.status == 401:
-                    authorization = authorization_for(session, reply, self._base, self.label)
+                    authorization = authorization_for(
+                        session, reply, self._base, self.label, self._settings.key
+                    )
                     headers = {"Authorization": authorization}
                     reply = session.get(url, {"Accept": MANIFEST_TYPE, **headers})
                 raise_for_status(reply, self.name.display)

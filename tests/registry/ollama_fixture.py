@@ -72,6 +72,8 @@ class OllamaRegistry(Hub):
     models: dict[str, bytes] = field(default_factory=dict)
     token: str = ""  # wanted, if set
     realm: str = ""  # where it is said to be had
+    wants_account: bool = False  # a token is given for a signature alone
+    signed: list[tuple[str, str]] = field(default_factory=list)  # path and signature of these
     uploads: dict[str, bytes] = field(default_factory=dict)  # not whole yet, by number
     refuse_push: int = 0  # the status that every upload begins with
 
@@ -94,7 +96,10 @@ class _RegistryHandler(_Handler):
     def route(self, path: str) -> None:
         registry = self.hub
         assert isinstance(registry, OllamaRegistry)
-        if path == "/v2/token":
+        if path == "/v2/token" and registry.wants_account and not self.headers["Authorization"]:
+            self.send(401, {})
+        elif path == "/v2/token":
+            registry.signed.append((self.path, self.headers["Authorization"] or ""))
             self.send(200, {}, json.dumps({"token": registry.token}).encode())
         elif registry.token and self.headers["Authorization"] != f"Bearer {registry.token}":
             challenge = f'Bearer realm="{registry.realm}",service="s",scope="a b"'
