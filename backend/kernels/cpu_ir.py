@@ -160,6 +160,17 @@ def _define(arguments: str, build: Build) -> Intrinsic:
 load_int = _define("i", lambda e, a: e.load(a[0], _I64, align=8))
 store_int = _define("ii", lambda e, a: e.store(a[1], a[0], align=8))
 load_float = _define("i", lambda e, a: e.load(a[0], _F32))
+load_byte = _define("i", lambda e, a: e.b.sitofp(e.load(a[0], _I8, align=1), _F32))
+load_nibbles = _define("i", lambda e, a: e.b.zext(e.load(a[0], _I8, align=1), _I64))
+load_half = _define("i", lambda e, a: e.b.fpext(e.load(a[0], _F16, align=2), _F32))
+
+
+def _load_bfloat(e: Emitter, a: list[Any]) -> Any:
+    wide = e.b.zext(e.load(a[0], _I16, align=2), _I32)
+    return e.b.bitcast(e.b.shl(wide, ir.Constant(_I32, 16)), _F32)
+
+
+load_bfloat = _define("i", _load_bfloat)
 store_float = _define("if", lambda e, a: e.store(a[1], a[0]))
 bits_to_float = _define("i", lambda e, a: e.b.bitcast(e.b.trunc(a[0], _I32), _F32))
 fetch_add = _define("ii", lambda e, a: e.b.atomic_rmw("add", e.at(a[0], 0, _I64), a[1], "seq_cst"))
@@ -207,15 +218,41 @@ def _largest_magnitude(e: Emitter, a: list[Any]) -> Any:
     return e.largest(e.call("llvm.fabs.v32f32", x.type, x))
 
 
+def _logistic(e: Emitter, x: Any) -> Any:
+    """1 / (1 + e^-x): of e^-|x| both halves follow without overflow."""
+    magnitude = e.call(f"llvm.fabs.v{x.type.count}f32", x.type, x)
+    one, zero = e.constant(1.0, x.type.count), e.constant(0.0, x.type.count)
+    power = e.exp(e.b.fsub(zero, magnitude))
+    top = e.b.select(e.b.fcmp_ordered("<", x, zero), power, one)
+    return e.b.fdiv(top, e.b.fadd(one, power))
+
+
 def _silu_product(e: Emitter, a: list[Any]) -> None:
     gate, up = e.floats(a[0]), e.floats(a[1])
-    magnitude = e.call("llvm.fabs.v32f32", gate.type, gate)
-    # of e^-|x| both halves of the logistic function follow without overflow
-    power = e.exp(e.b.fsub(e.constant(0.0), magnitude))
-    below = e.b.fcmp_ordered("<", gate, e.constant(0.0))
-    top = e.b.select(below, power, e.constant(1.0))
-    logistic = e.b.fdiv(top, e.b.fadd(e.constant(1.0), power))
-    e.store(e.b.fmul(e.b.fmul(gate, logistic), up), a[2])
+    e.store(e.b.fmul(e.b.fmul(gate, _logistic(e, gate)), up), a[2])
+
+
+def _gelu_product(e: Emitter, a: list[Any]) -> None:
+    """GELU's tanh form (Hendrycks and Gimpel, 2016): x (1 + tanh u) / 2 = x / (1 + e^-2u), where
+    2u = x (c + c 0.044715 x²) and c = √(8 / π)."""
+    gate, up = e.floats(a[0]), e.floats(a[1])
+    bent = e.fma(e.b.fmul(gate, gate), e.constant(0.0713548162726), e.constant(1.5957691216057308))
+    answer = e.b.fmul(gate, _logistic(e, e.b.fmul(gate, bent)))
+    e.store(e.b.fmul(answer, up), a[2])
+
+
+def _capped(e: Emitter, a: list[Any], length: int) -> None:
+    """cap · tanh(x / cap) in place: tanh |y| = (1 - p) / (1 + p), p = e^-2|y|."""
+    x, limit = e.floats(a[0], 0, length), e.splat(a[1], length)
+    one, zero = e.constant(1.0, length), e.constant(0.0, length)
+    name = f"llvm.fabs.v{length}f32"
+    double = e.b.fmul(e.call(name, x.type, x), e.b.fdiv(e.constant(-2.0, length), limit))
+    power = e.exp(double)
+    top = e.b.fmul(limit, e.b.fdiv(e.b.fsub(one, power), e.b.fadd(one, power)))
+    below = e.b.fcmp_ordered("<", x, zero)
+    capped = e.b.select(below, e.b.fsub(zero, top), top)
+    # what is not a number stays so
+    e.store(e.b.select(e.b.fcmp_unordered("uno", x, x), x, capped), a[0])
 
 
 def _narrow(e: Emitter, a: list[Any]) -> None:
@@ -242,6 +279,12 @@ scaled = _define("iiif", _scaled)  # (x, weight, out, factor)
 times = _define("iif", _times)  # (x, out, factor)
 largest_magnitude = _define("i", _largest_magnitude)
 silu_product = _define("iii", _silu_product)  # (gate, up, out)
+gelu_product = _define("iii", _gelu_product)
+capped = _define("if", lambda e, a: _capped(e, a, WIDTH))  # (32 scores, cap)
+capped8 = _define("if", lambda e, a: _capped(e, a, 8))
+times8 = _define("if", lambda e, a: e.store(e.b.fmul(e.floats(a[0], 0, 8), e.splat(a[1], 8)), a[0]))
+total32 = _define("i", lambda e, a: e.total(e.floats(a[0])))
+plus = _define("iif", lambda e, a: e.store(e.b.fadd(e.floats(a[0]), e.splat(a[2], WIDTH)), a[1]))
 narrow = _define("ii", _narrow)  # float32 to bfloat16
 widen = _define("ii", _widen)  # bfloat16 to float32
 zero = _define("i", _zero)
@@ -256,7 +299,25 @@ def _rotated(e: Emitter, a: list[Any]) -> None:
     e.store(e.b.fadd(e.b.fmul(second, cos), e.b.fmul(first, sin)), a[1])
 
 
+def _rotated_pairs(e: Emitter, a: list[Any]) -> None:
+    """8 pairs of neighbours: (16 floats, cos, sin), in place."""
+    x = e.floats(a[0], 0, 16)
+    cos, sin = e.floats(a[1], 0, 8), e.floats(a[2], 0, 8)
+    undefined = ir.Constant(x.type, ir.Undefined)
+
+    def picked(first: Any, second: Any, places: list[int]) -> Any:
+        mask = ir.Constant(ir.VectorType(_I32, len(places)), places)
+        return e.b.shuffle_vector(first, second, mask)
+
+    left = picked(x, undefined, list(range(0, 16, 2)))
+    right = picked(x, undefined, list(range(1, 16, 2)))
+    low = e.b.fsub(e.b.fmul(left, cos), e.b.fmul(right, sin))
+    high = e.b.fadd(e.b.fmul(right, cos), e.b.fmul(left, sin))
+    e.store(picked(low, high, [place for lane in range(8) for place in (lane, 8 + lane)]), a[0])
+
+
 rotated = _define("iiii", _rotated)
+rotated_pairs = _define("iii", _rotated_pairs)
 
 
 def _scatter(e: Emitter, a: list[Any]) -> None:

@@ -1,17 +1,18 @@
 """A whole forward pass as one compiled call: a list of operations that all threads walk together.
 
 Python builds the list once per model and says per step only how many rows there are and where they
-lie. Per layer:
+lie. EMBED begins; then, per layer:
 
-    NORM      residual += delta; RMSNorm; quantise            a row is an item
+    NORM      residual += norm(delta); norm; quantise         a row is an item
     MATMUL    quantised rows times packed weights             32 outputs are an item
     ROPE      (q/k norm,) rotate, write keys and values       a row is an item
     ATTEND    paged attention over the block table; quantise  (query tile, kv head) is an item
     MERGE     joins what ATTEND did in pieces; quantise       the same
-    GATE      silu(gate) · up; quantise                       a row is an item
+    GATE      silu(gate) · up, or GELU; quantise              a row is an item
 
-At the end BEST finds each row's largest logit. THIN, a program of its own, finds for rows that are
-drawn at random the few tokens that can win.
+Which norms there are, and what else varies between families, is said by an operation's fields. At
+the end CAP scales and caps the logits of families that do, and BEST finds each row's largest. THIN,
+a program of its own, finds for rows that are drawn at random the few tokens that can win.
 
 An item belongs to one thread and is computed the same way whoever else is in the batch, so a row's
 bits never depend on it. Threads take items from a counter and meet after each operation.
@@ -45,9 +46,9 @@ NARROW_ROWS = 6  # so few rows read bfloat16 keys straight; more share widened o
     NUM_LOGIT_ROWS,
     LOGIT_ROWS,  # address of int64 row numbers
     POSITIONS,  # address of int64 per row
-    BLOCKS,  # address of int64 per row: the block that its key goes to
+    BLOCKS,  # address of int64 per group of layers and row: the block that its key goes to
     NUM_TILES,
-    TILES,  # address of TILE_FIELDS int64 each
+    TILES,  # address of TILE_FIELDS int64 per group of layers and tile
     NUM_PIECES,  # 0: a thread does all pieces of its item; else ATTEND's items are pieces
     PIECES,  # address of their results
     EPS,  # float32 bits
@@ -61,7 +62,7 @@ NARROW_ROWS = 6  # so few rows read bfloat16 keys straight; more share widened o
 # A query tile: first row, rows, position of the first, address of the block table (int64).
 TILE_FIELDS = 4
 
-NORM, MATMUL, ROPE, ATTEND, MERGE, GATE, QUANTIZE, BEST, THIN = range(9)
+NORM, MATMUL, ROPE, ATTEND, MERGE, GATE, QUANTIZE, BEST, THIN, EMBED, CAP = range(11)
 OP_FIELDS = 16
 
 MATMUL_STRIPS = 4  # of 8 outputs, an item
@@ -110,37 +111,85 @@ def squares(x: int, width: int) -> float:
     return total
 
 
+@inlined
+def rms_norm(x: int, weight: int, out: int, width: int, eps: float) -> None:
+    factor = 1.0 / vec.sqrt(squares(x, width) / float(width) + eps)
+    for block in range(width // 32):
+        vec.scaled(x + block * 128, weight + block * 128, out + block * 128, factor)
+
+
+@inlined
+def layer_norm(x: int, weight: int, out: int, width: int, eps: float) -> None:
+    total = 0.0
+    for block in range(width // 32):
+        total += vec.total32(x + block * 128)
+    mean = total / float(width)
+    for block in range(width // 32):
+        vec.plus(x + block * 128, out + block * 128, -mean)
+    rms_norm(out, weight, out, width, eps)
+
+
+@inlined
+def add_branches(x: int, op: Table, at: int, eps: float) -> float:
+    """residual += (normed, scaled) delta + second delta; the sum of its squares."""
+    delta, width = op[2] + at, op[4]
+    if op[10]:
+        rms_norm(delta, op[10], delta, width, eps)
+    if op[11]:
+        for block in range(width // 32):
+            vec.times(delta + block * 128, delta + block * 128, vec.bits_to_float(op[11]))
+    total = 0.0
+    if op[13]:
+        for block in range(width // 32):
+            total = vec.add_squares(x + block * 128, op[13] + at + block * 128)
+    total = 0.0
+    for block in range(width // 32):
+        total += vec.add_squares(x + block * 128, delta + block * 128)
+    return total
+
+
 @kernel
 def norm(row: int, op: Table, head: Table) -> None:
-    # op: hidden, delta or 0, weight, width, bits, out, scales, only logit rows, normed rows
-    hidden, delta, weight, width = op[1], op[2], op[3], op[4]
+    # op: hidden, delta or 0, weight or 0, width, bits, out, scales, only logit rows, normed rows,
+    # weight of the delta's own norm or 0, factor of the delta (float32 bits) or 0, is LayerNorm,
+    # second delta or 0
+    weight, width = op[3], op[4]
     source = row
     if op[8]:
         rows = head[LOGIT_ROWS]
         source = vec.load_int(rows + row * 8)
-    x = hidden + source * width * 4
+    at = source * width * 4
+    x, eps = op[1] + at, vec.bits_to_float(head[EPS])
     total = 0.0
-    if delta:
-        for block in range(width // 32):
-            total += vec.add_squares(x + block * 128, delta + (source * width + block * 32) * 4)
-    else:
+    if op[2]:
+        total = add_branches(x, op, at, eps)
+    elif weight:
         total = squares(x, width)
-    factor = 1.0 / vec.sqrt(total / float(width) + vec.bits_to_float(head[EPS]))
     normed = op[9] + row * width * 4
-    for block in range(width // 32):
-        vec.scaled(x + block * 128, weight + block * 128, normed + block * 128, factor)
+    if op[12]:
+        layer_norm(x, weight, normed, width, eps)
+    elif weight:
+        factor = 1.0 / vec.sqrt(total / float(width) + eps)
+        for block in range(width // 32):
+            vec.scaled(x + block * 128, weight + block * 128, normed + block * 128, factor)
+    else:
+        normed = x
     out = op[6] + row * row_bytes(width, op[5])
     quantize_row(normed, width, op[5], out, op[7] + row * (width // 32) * 8)
 
 
 @kernel
 def gate(row: int, op: Table) -> None:
-    # op: gate and up, width, bits, out, scales, products
+    # op: gate and up, width, bits, out, scales, products, 0 for SiLU or 1 for GELU
     width = op[2]
     x = op[1] + row * width * 8
     products = op[6] + row * width * 4
     for block in range(width // 32):
-        vec.silu_product(x + block * 128, x + (width + block * 32) * 4, products + block * 128)
+        up = x + (width + block * 32) * 4
+        if op[7]:
+            vec.gelu_product(x + block * 128, up, products + block * 128)
+        else:
+            vec.silu_product(x + block * 128, up, products + block * 128)
     out = op[4] + row * row_bytes(width, op[3])
     quantize_row(products, width, op[3], out, op[5] + row * (width // 32) * 8)
 
@@ -152,6 +201,50 @@ def quantize(row: int, op: Table) -> None:
     x = op[1] + row * width * 4
     out = op[4] + row * row_bytes(width, op[3])
     quantize_row(x, width, op[3], out, op[5] + row * (width // 32) * 8)
+
+
+# ------------------------------------------------------------------------------------ embeddings
+
+
+@inlined
+def embed_8bit(block: int, lane: int, out: int, scale: float) -> None:
+    factor = vec.load_half(block + 256 + lane * 2) * scale
+    for pair in range(16):
+        at = block + pair * 16 + lane * 2
+        vec.store_float(out + pair * 8, vec.load_byte(at) * factor)
+        vec.store_float(out + pair * 8 + 4, vec.load_byte(at + 1) * factor)
+
+
+@inlined
+def embed_4bit(block: int, lane: int, out: int, scale: float) -> None:
+    factor = vec.load_half(block + 128 + lane * 2)
+    offset = vec.load_half(block + 144 + lane * 2)
+    for index in range(16):
+        at = out + (index // 4 * 8 + index % 4) * 4
+        both = vec.load_nibbles(block + index // 4 * 32 + lane * 4 + index % 4)
+        vec.store_float(at, (float(both % 16) * factor + offset) * scale)
+        vec.store_float(at + 16, (float(both // 16) * factor + offset) * scale)
+
+
+@kernel
+def embed(row: int, op: Table) -> None:
+    # op: token ids, the packed table, width, bits, hidden, factor (float32 bits)
+    id = vec.load_int(op[1] + row * 8)
+    width, scale = op[3], vec.bits_to_float(op[6])
+    out = op[5] + row * width * 4
+    blocks = width // 32
+    if op[4] == 16:
+        column = op[2] + id // 32 * width * 64 + id % 32 * 2
+        for index in range(width):
+            vec.store_float(out + index * 4, vec.load_bfloat(column + index * 64) * scale)
+    elif op[4] == 8:
+        strip = op[2] + id // 8 * blocks * cpu_tiles.BYTES_8BIT
+        for block in range(blocks):
+            embed_8bit(strip + block * cpu_tiles.BYTES_8BIT, id % 8, out + block * 128, scale)
+    else:
+        strip = op[2] + id // 8 * blocks * cpu_tiles.BYTES_4BIT
+        for block in range(blocks):
+            embed_4bit(strip + block * cpu_tiles.BYTES_4BIT, id % 8, out + block * 128, scale)
 
 
 # ------------------------------------------------------------------------------- matrix products
@@ -261,32 +354,37 @@ def matmul16(item: int, op: Table, num_rows: int) -> None:
 
 
 @inlined
-def head_norm(x: int, weight: int, dim: int, eps: float) -> None:
-    factor = 1.0 / vec.sqrt(squares(x, dim) / float(dim) + eps)
-    for block in range(dim // 32):
-        vec.scaled(x + block * 128, weight + block * 128, x + block * 128, factor)
+def turn(x: int, cos: int, sin: int, pairs: int, is_interleaved: int) -> None:
+    """The first 2 · pairs elements of a head."""
+    for lane in range(0, pairs * 4, 32):
+        if is_interleaved:
+            vec.rotated_pairs(x + lane * 2, cos + lane, sin + lane)
+        else:
+            vec.rotated(x + lane, x + pairs * 4 + lane, cos + lane, sin + lane)
 
 
 @kernel
 def rope(row: int, op: Table, head: Table) -> None:
-    # op: qkv, keys of block 0, values of block 0, q norm weight or 0, k norm weight or 0, cos, sin
-    # (float32 [positions, dim / 2]), heads, kv heads, dim, bytes from a block to the next
+    # op: qkv, keys of block 0, values of block 0, q norm weight or 0, k norm weight or 0, cos or 0,
+    # sin (float32 [positions, pairs]), heads, kv heads, dim, bytes from a block to the next, group
+    # of layers, norms are over all heads, pairs that turn, pairs are neighbours
     heads, kv_heads, dim = op[8], op[9], op[10]
     x = op[1] + row * (heads + 2 * kv_heads) * dim * 4
     position = vec.load_int(head[POSITIONS] + row * 8)
     slot = position % BLOCK_SIZE
-    block = vec.load_int(head[BLOCKS] + row * 8) * op[11]
+    block = vec.load_int(head[BLOCKS] + (op[12] * head[NUM_ROWS] + row) * 8) * op[11]
     eps = vec.bits_to_float(head[EPS])
-    angles = position * (dim // 2) * 4
+    angles = position * op[14] * 4
+    if op[13]:
+        rms_norm(x, op[4], x, heads * dim, eps)
+        rms_norm(x + heads * dim * 4, op[5], x + heads * dim * 4, kv_heads * dim, eps)
     for index in range(heads + kv_heads):
         at = x + index * dim * 4
         weight = op[4] if index < heads else op[5]
-        if weight:
-            head_norm(at, weight, dim, eps)
-        for lane in range(0, dim * 2, 32):
-            vec.rotated(
-                at + lane, at + lane + dim * 2, op[6] + angles + lane, op[7] + angles + lane
-            )
+        if weight and not op[13]:
+            rms_norm(at, weight, at, dim, eps)
+        if op[6]:
+            turn(at, op[6] + angles, op[7] + angles, op[14], op[15])
     for index in range(kv_heads):
         key = x + (heads + index) * dim * 4
         value = x + (heads + kv_heads + index) * dim * 4
@@ -435,6 +533,8 @@ def attend_block(
         low = max(0, position - window + 1 - begin) if window else 0
         high = min(BLOCK_SIZE, position + 1 - begin)
         at = scores + row * 128
+        if op[15]:
+            vec.capped(at, vec.bits_to_float(op[15]))
         if low > 0 or high < BLOCK_SIZE:
             vec.hide(at, low, high)
         here = vec.peak(at)
@@ -529,16 +629,22 @@ def pieces_of(tile: Table) -> int:
     return (tile[2] + tile[1] + PIECE_BLOCKS * BLOCK_SIZE - 1) // (PIECE_BLOCKS * BLOCK_SIZE)
 
 
+@inlined
+def tile_of(op: Table, head: Table, number: int) -> Table:
+    return Table(head[TILES] + (op[14] * head[NUM_TILES] + number) * (TILE_FIELDS * 8))
+
+
 @kernel
 def attend(item: int, op: Table, head: Table, scratch: int) -> None:
     # op: qkv, keys of block 0, values of block 0, out, scales, bits, window or 0, heads, kv heads,
-    # dim, bytes from a block to the next, scale (float32 bits), bytes of a piece
+    # dim, bytes from a block to the next, scale (float32 bits), bytes of a piece, group of layers,
+    # cap of the scores (float32 bits) or 0
     kv_heads, dim = op[9], op[10]
     max_rows = QUERY_TILE * (op[8] // kv_heads)
     num_pieces = head[NUM_PIECES]
     number, pair = item % max(1, num_pieces), item // max(1, num_pieces)
     kv_head = pair % kv_heads
-    tile = Table(head[TILES] + pair // kv_heads * (TILE_FIELDS * 8))
+    tile = tile_of(op, head, pair // kv_heads)
     piece, part = scratch, scratch + op[13]
     queries = part + op[13]
     last = pieces_of(tile)
@@ -565,7 +671,7 @@ def merge(item: int, op: Table, head: Table) -> None:
     kv_heads, dim = op[9], op[10]
     max_rows = QUERY_TILE * (op[8] // kv_heads)
     kv_head = item % kv_heads
-    tile = Table(head[TILES] + item // kv_heads * (TILE_FIELDS * 8))
+    tile = tile_of(op, head, item // kv_heads)
     first = head[PIECES] + item * head[NUM_PIECES] * op[13]
     begin = 0
     if op[7]:
@@ -574,6 +680,19 @@ def merge(item: int, op: Table, head: Table) -> None:
     for number in range(begin + 1, pieces_of(tile)):
         join(whole, first + number * op[13], tile[1] * (op[8] // kv_heads), max_rows, dim)
     finish(op, tile, whole, kv_head, max_rows)
+
+
+# ---------------------------------------------------------------------------------------- logits
+
+
+@kernel
+def cap(row: int, op: Table) -> None:
+    # op: logits, vocabulary, nothing, factor, cap (float32 bits) or 0
+    x, vocab = op[1] + row * op[2] * 4, op[2]
+    for at in range(0, vocab * 4, 32):
+        vec.times8(x + at, vec.bits_to_float(op[4]))
+        if op[5]:
+            vec.capped8(x + at, vec.bits_to_float(op[5]))
 
 
 # -------------------------------------------------------------------------------------- sampling
@@ -648,6 +767,8 @@ def num_items(op: Table, head: Table) -> int:
         return head[NUM_TILES] * op[9] * max(1, head[NUM_PIECES])
     if kind == MERGE:
         return head[NUM_TILES] * op[9] if head[NUM_PIECES] else 0
+    if kind == CAP:
+        return head[NUM_LOGIT_ROWS]
     if kind == BEST or (kind == NORM and op[8]):
         return head[NUM_LOGIT_ROWS]
     return head[NUM_ROWS]
@@ -678,6 +799,10 @@ def run_item(item: int, op: Table, head: Table, scratch: int) -> None:
         best(item, op)
     elif kind == THIN:
         thin(item, op)
+    elif kind == EMBED:
+        embed(item, op)
+    elif kind == CAP:
+        cap(item, op)
     else:
         quantize(item, op)
 

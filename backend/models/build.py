@@ -34,10 +34,9 @@ def build_decoder(
     `progress(share, stage)`. Raises BadModel and UnsupportedModel.
     """
     if dtype is None:
-        reason = ", ".join(checkpoint.config.beyond_plain())
+        reason = why_not_compiled(checkpoint.config)
         if named_adapters(checkpoint):
             reason = "adapters by request"
-        reason = reason or why_not_compiled(checkpoint.config)
         if not reason:
             progress(0.0, "preparing kernels")
             launcher = Launcher(num_threads)

@@ -159,12 +159,6 @@ class ModelConfig:
         """Some layers remember a sequence in a state, which cannot be shared or turned back."""
         return any(layer.kind in ("delta", "conv") for layer in self.layers)
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The window that all layers have; None if there is none, or more than one."""
-        windows = {layer.window for layer in self.layers}
-        return windows.pop() if len(windows) == 1 else None
-
     def serving(self, context_length: int) -> ModelConfig:
         """For texts of at most so many tokens; 0 is what the model was trained for."""
         served = min(context_length or self.context_length, self.context_length)
@@ -175,34 +169,6 @@ class ModelConfig:
         assert layer.rope is not None
         served = self.served_length or self.context_length
         return layer.rope.frequencies(served), layer.rope.magnitude()
-
-    def beyond_plain(self) -> list[str]:
-        """How this differs from the plain block: pre-norm RMSNorm, one kind of attention layer
-        with RoPE over whole halves, SwiGLU. Other decoders than the one in torch may not know."""
-        first = self.layers[0]
-        differences = {
-            "layers of several kinds": any(layer != first for layer in self.layers),
-            f"{first.kind} layers": first.kind != "attention",
-            "no positions": first.rope is None,
-            "partial or paired RoPE": first.rope is not None
-            and (first.rope.dim != first.head_dim or first.rope.is_interleaved),
-            "scaled rotation": first.rope is not None
-            and (first.rope.magnitude() != 1 or first.rope.query_scaling_beta > 0),
-            f"{self.norms} norms": self.norms != "pre",
-            f"{self.norm_kind} norm": self.norm_kind != "rms",
-            "norm over all heads": self.qk_norm_full,
-            f"activation {self.activation}": self.activation != "silu",
-            "gated attention": self.attention_gate,
-            "attention sinks": self.sinks,
-            "its own attention scale": self.attention_scale not in (0.0, self.head_dim**-0.5),
-            "capped scores": self.attention_softcap is not None,
-            "scaled embeddings": self.embedding_scale != 1,
-            "scaled residuals": self.residual_scale != 1,
-            "scaled logits": self.logit_scale != 1,
-            "capped logits": self.logit_softcap is not None,
-            "experts": self.experts is not None,
-        }
-        return [name for name, is_so in differences.items() if is_so]
 
 
 class _Reader(Protocol):

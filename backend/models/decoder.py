@@ -189,11 +189,6 @@ class Decoder:
         return logits
 
 
-def frequencies_of(checkpoint: Checkpoint) -> list[float]:
-    """The rotary frequencies of a model whose layers all rotate alike."""
-    return checkpoint.config.rope_of(checkpoint.config.layers[0])[0]
-
-
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers that keep their own."""
     sizes = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from llmd.backend.kernels import cpu_pack
 from llmd.backend.kernels.cpu_attention import Span
 from llmd.backend.kernels.cpu_launch import Launcher, self_test, why_not
 from llmd.backend.models.checkpoint import QuantBlocks
-from llmd.backend.models.compiled_decoder import CompiledDecoder, _Thin, why_not_compiled
+from llmd.backend.models.compiled_decoder import CompiledDecoder, why_not_compiled
+from llmd.backend.models.compiled_program import Thin, float_bits
 from llmd.backend.models.config import config_from_hf
 from llmd.backend.models.container import StoredRows
 from llmd.backend.models.decoder import Decoder, LayerCache, StepInputs
 from llmd.backend.protocol import SamplingParams
 from llmd.backend.runner.kv_cache import KVCache
+from llmd.backend.runner.kv_layout import layout_of
 from llmd.backend.runner.sampler import draw, draw_among, noise_base
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"compiled kernels: {why_not()}")
@@ -58,9 +61,8 @@ class Checkpoint:
         x = torch.randn(shape, generator=generator)
         if "norm" in name:
             return (1 + 0.1 * x).to(dtype)
-        if "embed" in name:
-            return x.to(dtype)
-        x = 2 * x / shape[-1] ** 0.5
+        if "embed" not in name:
+            x = 2 * x / shape[-1] ** 0.5
         # on the grid of 8 bits, so that packing them again changes nothing
         return (cpu_pack.unpack(cpu_pack.pack_8bit(x)) if x.dim() == 2 else x).to(dtype)
 
@@ -81,8 +83,10 @@ class Checkpoint:
             "up_proj": config.intermediate_size,
             "embed_tokens": config.vocab_size,
             "lm_head": config.vocab_size,
-            "q_norm": config.head_dim,
-            "k_norm": config.head_dim,
+            "q_norm": mixed if config.qk_norm_full else config.head_dim,
+            "k_norm": config.num_kv_heads * config.head_dim
+            if config.qk_norm_full
+            else config.head_dim,
         }
         part = name.split(".")[-2]
         rows = outputs.get(part, config.hidden_size)
@@ -122,8 +126,10 @@ def _step(parts: Sequence[tuple[list[int], int, Tensor]]) -> StepInputs:
     )
 
 
-def _cache(checkpoint: Checkpoint, dtype: torch.dtype) -> list[LayerCache]:
-    return KVCache(checkpoint.config, dtype, NUM_BLOCKS, 32).layers
+def _cache(
+    checkpoint: Checkpoint, dtype: torch.dtype, num_blocks: int = NUM_BLOCKS
+) -> list[LayerCache]:
+    return KVCache(checkpoint.config, dtype, num_blocks, 32).layers
 
 
 def _ids(count: int, seed: int) -> list[int]:
@@ -136,6 +142,34 @@ FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen2"},
     {"model_type": "mistral", "sliding_window": 40},
     {"num_attention_heads": 2, "head_dim": 64},
+    {"model_type": "gemma", "num_attention_heads": 2, "head_dim": 256},
+    {"model_type": "gemma2", "sliding_window": 40, "query_pre_attn_scalar": 24},
+    {
+        "model_type": "gemma3_text",
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
+    {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    {"model_type": "olmo2"},
+    {"model_type": "cohere2", "sliding_window": 40, "layer_norm_eps": 1e-5},
+    {"model_type": "glm4", "head_dim": 64, "partial_rotary_factor": 0.5},
+    {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
 ]
 
 
@@ -150,6 +184,88 @@ def test_logits_are_those_of_the_torch_decoder(launcher: Launcher, changes: dict
     # What is left is the rounding of rows, keys and values: a third of what the torch decoder in
     # bfloat16 is off by here. A window that is one token off gives 0.2 and more.
     assert ((found - wanted).norm() / wanted.norm()).item() < 0.03
+
+
+def test_every_flag_of_a_family_changes_the_logits() -> None:
+    """Else the comparison above would compare nothing: each differs from plain Llama."""
+    step = _step([(_ids(100, 1), 0, torch.tensor([5, 1, 9, 3]))])
+    seen: list[Tensor] = []
+    for changes in FAMILIES:
+        checkpoint = Checkpoint(**changes)
+        assert why_not_compiled(checkpoint.config) == ""
+        decoder = Decoder(checkpoint, torch.float32)
+        logits = decoder.forward(step, _cache(checkpoint, torch.float32))
+        for other in seen:
+            assert ((logits - other).norm() / other.norm()).item() > 0.1
+        seen.append(logits)
+
+
+def test_windowed_layers_read_the_blocks_of_their_own_group(launcher: Launcher) -> None:
+    """Groups of layers have tables of their own; behind the window a table names lost blocks."""
+    checkpoint = Checkpoint(
+        model_type="gemma3_text",
+        sliding_window=40,
+        layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=2048,
+    )
+    layout = layout_of(checkpoint.config, 2048)
+    assert layout.groups.num_groups == 2
+    cache = KVCache(checkpoint.config, torch.bfloat16, NUM_BLOCKS, 32, layout).layers
+    decoder = CompiledDecoder(checkpoint, launcher)
+    ids = _ids(100, 7)
+    wanted = decoder.forward(
+        _step([(ids, 0, torch.tensor([5, 1, 9, 3]))]), _cache(checkpoint, torch.bfloat16)
+    ).clone()
+    for start, end in ((0, 70), (70, 100)):
+        first, windowed = torch.tensor([5, 1, 9, 3]), torch.tensor([12, 8, 30, 2])
+        if start:  # position 70 sees 31 and more: the first block is another's now
+            windowed[0] = 50
+        views = [_step([(ids[start:end], start, table)]) for table in (first, windowed)]
+        groups = {layer.group for layer in cache}
+        assert groups == {0, 1}
+        found = decoder.forward(replace(views[0], others=(views[1],)), cache)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_an_embedding_is_the_row_of_the_packed_table(launcher: Launcher, bits: int) -> None:
+    generator = torch.Generator().manual_seed(12)
+    quants = torch.randint(0, 16, (64, 3, 32), generator=generator, dtype=torch.uint8)
+    scale = torch.rand((64, 3), generator=generator).half()
+    table = {
+        4: lambda: cpu_pack.join_4bit(quants, scale, -scale),
+        8: lambda: cpu_pack.join_8bit(quants.view(torch.int8) - 8, scale),
+        16: lambda: cpu_pack.pack_16bit(torch.randn((64, 96), generator=generator)),
+    }[bits]()
+    ids = torch.tensor([63, 0, 17, 17, 8])
+    out = torch.zeros((len(ids), 96))
+    code = launcher.program
+    op = np.zeros(code.OP_FIELDS, dtype=np.int64)
+    op[:7] = (
+        *(code.EMBED, ids.data_ptr(), table.data.data_ptr(), 96, bits, out.data_ptr()),
+        float_bits(0.5),
+    )
+    cells = np.zeros(3, dtype=np.int64)
+    header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
+    header[code.NUM_OPS], header[code.NUM_ROWS] = 1, len(ids)
+    header[code.OPS], header[code.COUNTERS] = op.ctypes.data, cells.ctypes.data
+    header[code.ARRIVALS], header[code.THREADS_SEEN] = cells.ctypes.data + 8, cells.ctypes.data + 16
+    launcher.run(header)
+    torch.testing.assert_close(out, cpu_pack.unpack(table)[ids] * 0.5, rtol=1e-6, atol=1e-6)
+
+
+def test_positions_beyond_those_of_the_program_are_turned_as_in_a_long_one(
+    launcher: Launcher,
+) -> None:
+    checkpoint = Checkpoint(max_position_embeddings=8192)
+    ids, table = _ids(2060, 13), torch.arange(65)
+    grown, cache = CompiledDecoder(checkpoint, launcher), _cache(checkpoint, torch.bfloat16, 65)
+    for start, end in ((0, 2040), (2040, 2050), (2050, 2060)):
+        last = grown.forward(_step([(ids[start:end], start, table)]), cache).clone()
+    fresh = CompiledDecoder(checkpoint, launcher)
+    again = _cache(checkpoint, torch.bfloat16, 65)
+    fresh.forward(_step([(ids[:2050], 0, table)]), again)
+    assert torch.equal(fresh.forward(_step([(ids[2050:], 2050, table)]), again), last)
 
 
 def test_the_comparison_would_notice_a_wrong_window(launcher: Launcher) -> None:
@@ -237,7 +353,7 @@ def test_the_few_that_are_left_hold_the_winner_of_every_draw(launcher: Launcher)
     kinds = [np.zeros(vocab_size), rng.normal(0, 1, vocab_size), rng.normal(0, 8, vocab_size)]
     kinds.append(np.where(rng.random(vocab_size) < 0.5, -np.inf, 1.0))
     logits = torch.from_numpy(np.stack(kinds).astype(np.float32))
-    thin = _Thin(launcher, vocab_size)
+    thin = Thin(launcher, vocab_size)
     counts = []
     for seed in range(100):
         temperature = (0.3, 1.0, 1.7)[seed % 3]
@@ -285,7 +401,7 @@ def test_weights_with_outliers_stay_in_16_bits(
     monkeypatch.setattr(cpu_pack, "MAX_ROUNDING_ERROR", 0.0)
     checkpoint = Checkpoint()
     decoder = CompiledDecoder(checkpoint, launcher)
-    assert decoder.linear_layout == "9 × 16 bit"
+    assert decoder.linear_layout == "10 × 16 bit"
     step = _step([(_ids(100, 1), 0, torch.tensor([5, 1, 9, 3]))])
     wanted = Decoder(checkpoint, torch.float32).forward(step, _cache(checkpoint, torch.float32))
     found = decoder.forward(step, _cache(checkpoint, torch.bfloat16))
