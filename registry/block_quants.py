@@ -11,9 +11,10 @@ The simple formats take their scale from the largest weight. For the K formats e
 scale for it found by weighted least squares; large weights count more. The group scales are
 then rounded to their own few bits and the weights rounded again under what came out.
 
-Every function takes float32 [blocks, weights of a block] and returns uint8 [blocks, bytes].
+Every function takes float32 [blocks, weights of a block] and returns uint8 [blocks, bytes]; those
+of AFFINE return the parts of w = q·scale + bias instead, as safetensors keep them.
 
-Source: the block layouts of the ggml project's ggml-common.h.
+Source: the block layouts of the ggml project's ggml-common.h; MLX's affine quantisation.
 """
 
 from __future__ import annotations
@@ -100,6 +101,73 @@ QUANTIZERS: dict[str, tuple[int, Callable[[Floats], Bytes]]] = {
     "Q4_K": (256, q4_k),
     "Q6_K": (256, q6_k),
 }
+
+
+# ------------------------------------------------------------- scale and bias by themselves
+
+
+Affine = tuple[NDArray[np.uint32], NDArray[np.float16], NDArray[np.float16]]  # codes, scale, bias
+
+
+def affine8(weights: Floats) -> Affine:
+    """[groups, 32] to 8 words of codes each; zero is exact."""
+    scale, inverse = _half(np.abs(weights).max(axis=1) / 127)
+    codes = (np.rint(weights * inverse[:, None]) + 128).astype(np.uint32)
+    half = scale.view(np.float16)[:, 0]
+    return _words(codes, 8), half, (half * np.float16(-128)).astype(np.float16)
+
+
+def affine4(weights: Floats) -> Affine:
+    """[groups, 32] to 4 words of codes each; the largest weight and zero are exact."""
+    codes, scale = _symmetric(weights, 8)
+    half = scale.view(np.float16)[:, 0]
+    return _words(codes.astype(np.uint32), 4), half, (half * np.float16(-8)).astype(np.float16)
+
+
+def affine4_searched(weights: Floats) -> Affine:
+    """As `affine4`, with the scale and bias that leave the least error."""
+    scales, mins = _best_affine(weights, 15)
+    half, inverse = _half(scales)
+    bias = (-mins).astype(np.float16)
+    exact = (weights - bias.astype(np.float32)[:, None]) * inverse[:, None]
+    return (
+        _words(np.rint(exact).clip(0, 15).astype(np.uint32), 4),
+        half.view(np.float16)[:, 0],
+        bias,
+    )
+
+
+def _words(codes: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    """The first code in the lowest bits of the first word."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    words: NDArray[np.uint32] = np.bitwise_or.reduce(
+        codes.reshape(len(codes), -1, 32 // bits) << shifts, axis=2
+    )
+    return words
+
+
+# (bits, whether scale and bias are searched): function. 8 bits leave nothing to search for.
+AFFINE: dict[tuple[int, bool], Callable[[Floats], Affine]] = {
+    (8, False): affine8,
+    (8, True): affine8,
+    (4, False): affine4,
+    (4, True): affine4_searched,
+}
+
+
+def floats_of(raw: bytes, dtype: str) -> Floats:
+    """Numbers of F32, F16 or BF16."""
+    if dtype == "BF16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, np.float16 if dtype == "F16" else np.float32).astype(np.float32)
+
+
+def as_numbers(weights: Floats, dtype: str) -> bytes:
+    """As the bytes of F32, F16 or BF16, rounded to the nearest, the even of two."""
+    if dtype == "BF16":
+        bits = weights.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
+    return weights.astype(np.float16 if dtype == "F16" else np.float32).tobytes()
 
 
 def _half(scale: Floats) -> tuple[Bytes, Floats]:

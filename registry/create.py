@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from .build import inspect_fetched, make_manifest
-from .details import role_of
+from .details import read_json_object, role_of
 from .details import with_template as capabilities_with
 from .download import ensure_space
 from .errors import (
@@ -33,12 +34,14 @@ from .errors import (
 )
 from .formats import gguf
 from .formats.errors import FormatError
+from .formats.quantization import method_of
 from .go_template import to_jinja
 from .manifest import Manifest, ManifestFile, is_digest, is_safe_file_name
 from .modelfile import checked_parameter
 from .names import ModelName
 from .pull import name_from_path
-from .quantize import check_source, checked_level, quantize, size_at
+from .quantize import check_source, checked_level, follow, quantize, size_at
+from .quantize_folder import PLAIN, parts_at, settings_at, size_of
 from .sources.base import Fetched
 from .sources.local import take_local
 from .store import ModelStore
@@ -117,13 +120,14 @@ def _create(store: ModelStore, request: CreateRequest, on_status: OnStatus) -> M
 def quantized(store: ModelStore, base: Manifest, level: str, on_status: OnStatus) -> Manifest:
     """The model with its weights at this level. Blocking, for minutes.
 
-    Raises Unsupported if they are no GGUF of full precision, NotEnoughSpace.
+    Raises Unsupported if they are of no full precision, NotEnoughSpace.
     """
+    if base.format == "safetensors":
+        return quantized_folder(store, base, level, on_status)
     weights = base.files_of("weights")
-    if base.format != "gguf" or len(weights) != 1:
+    if len(weights) != 1:
         raise Unsupported(
-            f"only a model of one GGUF file can be quantized here; {base.name.display} is "
-            f"{len(weights)} {base.format} files"
+            f"a GGUF model can be quantized from one file; {base.name.display} has {len(weights)}"
         )
     source = store.path_of(weights[0])
     header = _gguf_header(source, weights[0].name)
@@ -145,6 +149,45 @@ def quantized(store: ModelStore, base: Manifest, level: str, on_status: OnStatus
         files=files,
         quantization=details.quantization,
         parameter_count=details.parameter_count,
+        source=f"{base.source}, quantized here",
+    )
+
+
+def quantized_folder(
+    store: ModelStore, base: Manifest, level: str, on_status: OnStatus
+) -> Manifest:
+    """As `quantized`, of a safetensors model: one file of weights, and a config.json for it."""
+    shards = [store.path_of(file) for file in base.files_of("weights")]
+    config_path = store.path_of(next(file for file in base.files if file.name == "config.json"))
+    config = read_json_object(config_path, "config.json")
+    if method_of(config):
+        raise Unsupported(f"{base.name.display} is quantized already, by {method_of(config)}")
+    if "embedding" in base.capabilities and level not in PLAIN:
+        raise Unsupported("an embedding model is not quantized here; F16 and BF16 are possible")
+    parts = parts_at(shards, level)
+    ensure_space(store.root, size_of(parts), 0)
+    status = f"quantizing {base.quantization} model to {level}"
+    on_status(status)
+    with store.temp_folder() as folder:
+        target = folder / "model.safetensors"
+        arguments = [str(target), level, *map(str, shards)]
+        follow("quantize_folder", arguments, target, partial(on_status, status))
+        size = target.stat().st_size
+        on_status("verifying conversion")
+        weights = store.add_blob(target)
+    text = json.dumps(settings_at(config, parts, level), indent=2).encode()
+    made = (
+        ManifestFile("model.safetensors", "weights", weights, size),
+        ManifestFile("config.json", "config", store.add_bytes(text), len(text)),
+    )
+    replaced = ("weights", "shard_index")
+    kept = (f for f in base.files if f.role not in replaced and f.name != "config.json")
+    files = (*made, *kept)
+    details = inspect_fetched(store, Fetched(files, base.source))
+    return replace(
+        base,
+        files=files,
+        quantization=details.quantization,
         source=f"{base.source}, quantized here",
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 from .errors import BadModelFile, Unsupported
 from .formats import gguf, safetensors
 from .formats.errors import FormatError
+from .formats.quantization import method_of
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
@@ -183,9 +184,11 @@ def _safetensors_quantization(
     text: Mapping[str, Any],
     headers: Sequence[safetensors.SafetensorsHeader],
 ) -> str:
-    quantized = config.get("quantization_config")
-    if isinstance(quantized, dict):
-        return str(quantized.get("quant_method") or "unknown").upper()
+    if (method := method_of(config)) == "mlx":
+        settings = config.get("quantization") or config.get("quantization_config")
+        return f"MLX {_count(settings.get('bits'))}-bit" if isinstance(settings, dict) else "MLX"
+    if method:
+        return method.upper()
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
     if isinstance(dtype, str) and dtype in DTYPE_LABELS:
         return DTYPE_LABELS[dtype]

@@ -21,7 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,16 @@ def quantize(
     source: Path, target: Path, level: str, on_progress: Callable[[int, int], None]
 ) -> None:
     """Blocking. Told the bytes written and their sum. Raises a RegistryError."""
-    command = [sys.executable, "-P", "-m", f"{__package__}.quantize"]
+    follow("quantize", [str(source), str(target), level], target, on_progress)
+
+
+def follow(
+    program: str, arguments: Sequence[str], target: Path, on_progress: Callable[[int, int], None]
+) -> None:
+    """Run a program of this package that writes `target` and tells its progress as JSON lines."""
+    command = [sys.executable, "-P", "-m", f"{__package__}.{program}", *arguments]
     process = subprocess.Popen(
-        [*command, str(source), str(target), level],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -201,23 +208,18 @@ def _tensors(source: Path, header: GGUFHeader, level: str) -> list[TensorOut]:
 
 def _chunks(source: Path, tensor: TensorInfo, type_name: str) -> Iterable[bytes]:
     """The tensor's bytes in its new type, some rows at a time."""
-    import numpy as np
-
-    from .block_quants import QUANTIZERS
+    from .block_quants import QUANTIZERS, as_numbers, floats_of
 
     for raw in _raw_chunks(source, tensor):
         if type_name == tensor.type:
             yield raw
             continue
-        weights = _floats(np, raw, tensor.type)
+        weights = floats_of(raw, tensor.type)
         if type_name in QUANTIZERS:
             block, function = QUANTIZERS[type_name]
             yield function(weights.reshape(-1, block)).tobytes()
-        elif type_name == "BF16":
-            bits = weights.view(np.uint32).astype(np.uint64)
-            yield ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
         else:
-            yield weights.astype({"F32": np.float32, "F16": np.float16}[type_name]).tobytes()
+            yield as_numbers(weights, type_name)
 
 
 def _raw_chunks(source: Path, tensor: TensorInfo) -> Iterator[bytes]:
@@ -230,13 +232,6 @@ def _raw_chunks(source: Path, tensor: TensorInfo) -> Iterator[bytes]:
                 raise FormatError(f"{source.name} became shorter while it was read")
             left -= len(raw)
             yield raw
-
-
-def _floats(np: Any, raw: bytes, type_name: str) -> Any:
-    if type_name == "BF16":
-        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    dtype = np.float16 if type_name == "F16" else np.float32
-    return np.frombuffer(raw, dtype).astype(np.float32)
 
 
 if __name__ == "__main__":
