@@ -130,7 +130,7 @@ def _assemble(load: Load, progress: Progress) -> Model:
         return _assemble_encoder(load, container, progress)
     checkpoint = with_adapters(checkpoint_of(container), load.files)
     checkpoint.config = checkpoint.config.serving(load.context_length)
-    tokenizer = load_tokenizer(load.files, load.cache_dir)
+    tokenizer = load_tokenizer(load.files, load.cache_dir, container.metadata)
     progress(0.05, "reading weights")
     runner = _open_runner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
     engine = Engine(
@@ -195,7 +195,7 @@ def _wants_devices(load: Load) -> bool:
 
 def _assemble_encoder(load: Load, container: Container, progress: Progress) -> Model:
     """A model that makes vectors; its engine never has work."""
-    tokenizer = load_tokenizer(load.files, load.cache_dir)
+    tokenizer = load_tokenizer(load.files, load.cache_dir, container.metadata)
     embedder, ready = load_embedder(load, container, tokenizer, progress)
     runner = NoRunner()
     engine = Engine(Scheduler(SchedulerConfig(num_blocks=1, block_size=1)), runner)

@@ -54,7 +54,12 @@ class _Vocabulary:
     tokens: list[str]
     types: list[int]
     scores: list[float]
-    merges: list[tuple[str, str]]
+    merge_texts: list[str]  # as they are stored, "left right"
+
+    @property
+    def merges(self) -> list[tuple[str, str]]:
+        """Raises TokenizerError if one is no pair."""
+        return [_pair(merge) for merge in self.merge_texts]
 
     def value(self, key: str, default: Any = None) -> Any:
         return self.metadata.get("tokenizer.ggml." + key, default)
@@ -100,7 +105,7 @@ def _read(metadata: Metadata) -> _Vocabulary:
             f"tokenizer arrays differ in length: {len(tokens)} tokens, {len(types)} types, "
             f"{len(scores)} scores"
         )
-    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    merges = list(metadata.get("tokenizer.ggml.merges") or ())
     return _Vocabulary(metadata, kind, list(tokens), types, scores, merges)
 
 
@@ -250,7 +255,7 @@ def _fingerprint(vocabulary: _Vocabulary) -> str:
         str(vocabulary.metadata.get("general.architecture")),
         *(str(vocabulary.value(key)) for key in ("pre", "add_space_prefix", "unknown_token_id")),
     ]
-    for texts in (flags, vocabulary.tokens, [f"{a} {b}" for a, b in vocabulary.merges]):
+    for texts in (flags, vocabulary.tokens, vocabulary.merge_texts):
         digest.update("\0".join(texts).encode("utf-8", "surrogatepass"))
         digest.update(b"\0\0")
     digest.update(array("B", vocabulary.types).tobytes())

@@ -190,11 +190,16 @@ def without_marks(text: str) -> str:
     return text.replace(LITERAL_OPEN, "").replace(LITERAL_CLOSE, "")
 
 
-def load_tokenizer(files: Sequence[ModelFile], cache_dir: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    files: Sequence[ModelFile],
+    cache_dir: str | Path | None = None,
+    gguf_metadata: Mapping[str, Any] | None = None,
+) -> Tokenizer:
     """The tokenizer that these files of one model describe; a tokenizer.json comes first.
 
-    `cache_dir` is the model's own folder for derived files. Raises TokenizerError if there is none,
-    or it is of no supported kind.
+    `cache_dir` is the model's own folder for derived files. `gguf_metadata` is the first GGUF's, of
+    whoever has read it already. Raises TokenizerError if there is none, or it is of no supported
+    kind.
     """
     by_name = {PurePosixPath(file.name).name: Path(file.path) for file in files}
     if "tokenizer.json" in by_name:
@@ -203,7 +208,7 @@ def load_tokenizer(files: Sequence[ModelFile], cache_dir: str | Path | None = No
         (path for name, path in sorted(by_name.items()) if _is_gguf(name, path)), None
     )
     if first_gguf is not None:
-        metadata = read_header(first_gguf).metadata
+        metadata = gguf_metadata or read_header(first_gguf).metadata
         return from_gguf_metadata(metadata, Path(cache_dir) if cache_dir else None)
     names = ", ".join(sorted(by_name)) or "no files"
     raise TokenizerError(f"no tokenizer among the model's files: {names}")
