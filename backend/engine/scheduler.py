@@ -27,6 +27,8 @@ write there at once (copy-on-write; Kwon et al., section 4.4). So `n` samples re
 
 While others decode, a prompt's chunk is as long as the time they can bear (step_time); decoding
 sequences may try drafts (drafts) while the batch is small enough for extra rows to cost little.
+The prompt of a client who has next to nothing in hand is read in steps of its own, every second
+step at most, while another client's crowd decodes: who asks once does not wait for two hundred.
 
 Owner: the Engine, on the engine thread. Time comes in as `now`, in seconds.
 """
@@ -48,6 +50,7 @@ from .tables import BlockTables
 MAX_IN_FLIGHT = 2  # batches: one runs, one is planned ahead
 HEADROOM_STEPS = 64  # admission leaves room for the growth of what runs, this many steps ahead
 HEADROOM_SHARE = 0.1  # ... but at most this share of the pool
+CROWD = 8  # times what a client has in hand, in another's: then its prompt has turns of its own
 
 
 class Unservable(Exception):
@@ -111,6 +114,7 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()  # the oldest first
         self._step = 0
         self._step_time = StepTime()
+        self._had_turn = False  # the last step was one client's alone
 
         # Totals since the start; they only grow.
         self.num_prompt_tokens = 0  # computed, drafts and outputs not included
@@ -202,6 +206,20 @@ class Scheduler:
             return None
         plan = Plan(self.config.max_batch_tokens, self.config.groups.num_groups)
         num_decodes = sum(sequence.num_left == 1 for sequence in running)
+        self._had_turn = not self._had_turn and self._plan_turn(running, plan)
+        if not self._had_turn:
+            self._plan_all(running, num_decodes, plan)
+        if not plan.chunks:
+            return None
+        for sequence in plan.sequences:
+            if sequence.first_scheduled_at is None:
+                sequence.first_scheduled_at = now
+        self._step += 1
+        self._in_flight.append(plan.in_flight(self._step, tuple(self._released_rows)))
+        self._released_rows = []
+        return self._in_flight[-1].batch
+
+    def _plan_all(self, running: list[Sequence], num_decodes: int, plan: Plan) -> None:
         max_drafts = self._max_drafts(num_decodes, len(running))
         for sequence in running[:num_decodes]:
             if sequence.status is Status.RUNNING and plan.budget > 0:
@@ -212,15 +230,43 @@ class Scheduler:
                 self._plan_running(sequence, plan, 0)
         if self._waiting and not plan.has_preempted:
             self._admit_waiting(plan)
+
+    def _plan_turn(self, running: list[Sequence], plan: Plan) -> bool:
+        """A step for the prompt of a client who has next to nothing in hand, as long as one of the
+        crowd's. False, and the plan as it was, if there is no such client or its prompt must wait.
+        """
+        ratio = self.config.max_gap_ratio
+        guest = self._guest(running) if ratio > 1 else None
+        if guest is None:
+            return False
+        usual = plan.budget
+        num_decodes = sum(sequence.num_left == 1 for sequence in running)
+        limit = self._step_time.max_prompt_tokens(num_decodes, ratio)
+        if limit is not None:
+            plan.budget = min(plan.budget, int(limit * ratio / (ratio - 1)))
+        if guest.status is Status.RUNNING:
+            self._plan_running(guest, plan, 0)
+        else:
+            self._admit_waiting(plan, guest.request.client)
         if not plan.chunks:
+            plan.budget = usual
+        return bool(plan.chunks)
+
+    def _guest(self, running: list[Sequence]) -> Sequence | None:
+        """Whose prompt is next among clients with so little in hand, and no lesser priority."""
+        held = Counter(sequence.request.client for sequence in self._running)
+        crowd = max(held.values(), default=0)
+        if crowd < CROWD:
             return None
-        for sequence in plan.sequences:
-            if sequence.first_scheduled_at is None:
-                sequence.first_scheduled_at = now
-        self._step += 1
-        self._in_flight.append(plan.in_flight(self._step, tuple(self._released_rows)))
-        self._released_rows = []
-        return self._in_flight[-1].batch
+        lowest = min(sequence.request.priority for sequence in self._running)
+        reading = (sequence for sequence in running if sequence.num_left > 1)
+        guests = [
+            sequence
+            for sequence in (*reading, *self._waiting)
+            if held[sequence.request.client] * CROWD <= crowd
+            and sequence.request.priority <= lowest
+        ]
+        return min(guests, key=lambda seq: _turn(seq, held), default=None)
 
     def _can_go_on(self, sequence: Sequence) -> bool:
         """It is known where its next step starts, and that there is one unless it stops early."""
@@ -301,12 +347,19 @@ class Scheduler:
             self.tables.extend(sequence, missing)
         return drafts
 
-    def _admit_waiting(self, plan: Plan) -> None:
+    def _admit_waiting(self, plan: Plan, client: str | None = None) -> None:
+        """Those who wait, in their order; of this client alone, if one is named."""
         computing = self._keys_being_computed()
         held = Counter(sequence.request.client for sequence in self._running)
         skipped: set[int] = set()
-        while plan.budget > 0 and self._free_rows and len(skipped) < len(self._waiting):
-            candidates = (seq for seq in self._waiting if id(seq) not in skipped)
+        while plan.budget > 0 and self._free_rows:
+            candidates = [
+                sequence
+                for sequence in self._waiting
+                if id(sequence) not in skipped and client in (None, sequence.request.client)
+            ]
+            if not candidates:
+                return
             sequence = min(candidates, key=lambda seq: _turn(seq, held))
             hits = self.tables.find_prefix(sequence)
             twin = self._twin(sequence)

@@ -269,6 +269,50 @@ def test_one_who_asks_once_waits_no_longer_than_a_turn_of_each_client() -> None:
     assert scheduler.num_waiting == 0
 
 
+def crowded(**fields: object) -> tuple[Engine, FakeRunner, Scheduler]:
+    """Sixteen streams of one client, decoding."""
+    engine, runner, scheduler = make_engine(num_blocks=512, max_batch_tokens=1024, max_num_seqs=32)
+    for index in range(16):
+        engine.add(request(f"crowd{index}", [index, 1], max_tokens=40, client="crowd", **fields))
+    for _ in range(5):
+        engine.step()
+    assert chunk_sizes(runner) == [1] * 16
+    return engine, runner, scheduler
+
+
+def test_the_prompt_of_one_who_asks_once_has_a_step_of_its_own_beside_a_crowd() -> None:
+    engine, runner, scheduler = crowded()
+    engine.add(request("one", [7] * 20, max_tokens=4, client="few"))
+    engine.add(request("more", [8] * 20, max_tokens=4, client="crowd"))
+    ends: list[int] = []
+    sizes: list[list[int]] = []
+    while engine.has_work:
+        ends += [len(sizes) for output in engine.step() if output.id == "one"]
+        sizes.append(chunk_sizes(runner))
+        scheduler.check()
+    assert sizes[0] == [20], "the one's prompt alone"
+    assert sizes[1][:17] == [1] * 17, "then all who decode, and the crowd's own prompt after them"
+    assert ends == [0, 1, 2, 3], "one token with each step from then on"
+
+
+def test_turns_alternate_with_the_steps_of_the_crowd() -> None:
+    engine, runner, _ = crowded()
+    for index in range(3):
+        engine.add(request(f"few{index}", [index] * 20, max_tokens=4, client=f"few{index}"))
+    kinds = []
+    for _ in range(6):
+        engine.step()
+        kinds.append(len(runner.batches[-1].chunks))
+    assert kinds[0] == 1 and min(kinds[1], kinds[3], kinds[5]) >= 16
+
+
+def test_a_lesser_priority_has_no_turns() -> None:
+    engine, runner, _ = crowded()
+    engine.add(request("one", [7] * 20, max_tokens=4, client="few", priority=1))
+    engine.step()
+    assert len(runner.batches[-1].chunks) == 17
+
+
 def test_statuses_are_told_by_the_sequence_itself() -> None:
     engine, _, scheduler = make_engine(max_num_seqs=1)
     engine.add(request("a", [1], max_tokens=3))
