@@ -16,8 +16,11 @@ from .worker_process import Progress, WorkerProcess
 class Entry:
     """From the first who asks for the model to the end of its worker."""
 
-    def __init__(self, manifest: Manifest, size_bytes: int, wish: Wish, now: float) -> None:
+    def __init__(
+        self, manifest: Manifest, size_bytes: int, wish: Wish, now: float, number: int = 0
+    ) -> None:
         self.manifest = manifest
+        self.number = number  # 0: the model's first worker; else one of its replicas
         self.size_bytes = size_bytes  # estimate while loading, then what the worker has
         self.wish = wish
         self.asked_at = now
@@ -37,7 +40,12 @@ class Entry:
 
     @property
     def key(self) -> str:
-        return self.manifest.digest
+        return key_of(self.manifest, self.number)
+
+    @property
+    def folder(self) -> str:
+        """Of its derived files, below the model's: two workers write none of the same."""
+        return f"replica-{self.number}" if self.number else ""
 
     @property
     def name(self) -> str:
@@ -107,6 +115,11 @@ class Entry:
             for part in self.parts
             if part.device != "cpu"
         }
+
+
+def key_of(manifest: Manifest, number: int = 0) -> str:
+    """What the manager finds a worker of this model by."""
+    return f"{manifest.digest}+{number}" if number else manifest.digest
 
 
 def weights_bytes(manifest: Manifest) -> int:

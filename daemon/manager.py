@@ -7,7 +7,8 @@
 
 A request for a ready model takes the upper path and waits for nothing. Loads of different models
 run side by side; a load that has to wait for a busy model lets smaller ones pass, but not for ever.
-Two who ask for the same model share one load, and one who leaves does not end it for the other.
+Two who ask for the same model share one load, and one who leaves does not end it for the other. A
+busy model may get more workers, on GPUs of their own (replicas.py).
 
 The memory for KV caches is shared out by `broker`, each time a worker tells new figures: a load, or
 a model with work, first takes the idle prefixes of the others, then (placement) their room.
@@ -34,13 +35,9 @@ import shutil
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
-from ..backend.protocol import (
-    Generate,
-    Load,
-    ModelFile,
-)
+from ..backend.protocol import Generate, Load
 from ..registry.manifest import Manifest
 from ..registry.names import ModelName
 from ..registry.store import ModelStore
@@ -51,6 +48,7 @@ from .errors import NoMemory, ServerBusy, ShuttingDown
 from .holdoff import HoldOff
 from .keepalive import KeepAlive
 from .lease import Lease
+from .loading import NUM_SEQS, load_message
 from .memory import MemoryShares
 from .model_size import num_layers_of
 from .placement import (
@@ -65,16 +63,23 @@ from .placement import (
     place,
 )
 from .remembered import Remembered
+from .replicas import (
+    LOOK_PERIOD_S,
+    free_number,
+    is_for_a_replica,
+    least_busy,
+    untaken,
+    wants_another,
+)
 from .running import RunningRequest, RunningRequests
 from .settings import Settings
-from .snapshots import HistoryEntry, LoadedModel, LoadingModel
+from .snapshots import HistoryEntry, LoadedModel, LoadingModel, snapshot_of
 from .worker_process import Progress, State, WorkerProcess, worker_command
 
 log = logging.getLogger("llmd.manager")
 
 HISTORY_LENGTH = 100  # loads and unloads that `history` remembers
 PATIENCE_S = 10.0  # a load that waits for memory lets others pass it for so long
-NUM_SEQS = 256  # sequences that one worker runs at once
 
 Spawn = Callable[[Load, Progress | None], Awaitable[WorkerProcess]]
 
@@ -104,6 +109,7 @@ class ModelManager:
         self._room = Bell()  # a model left, a lease ended, or memory came back: look again
         self._requests = RunningRequests()
         self._counters = dict.fromkeys(("loads", "unloads", "evictions", "worker_deaths"), 0)
+        self._replicated_at = -math.inf  # when a card for a replica was looked for
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._history: deque[HistoryEntry] = deque(maxlen=HISTORY_LENGTH)
@@ -142,16 +148,20 @@ class ModelManager:
         """
         manifest = self._store.get(name)
         began = self._clock()
-        worker = self._ready_worker(manifest)
-        if worker is None:
+        entry = least_busy(self._entries_of(manifest.digest))
+        if entry is None:
             worker = await self._wait_for(manifest, on_loading, wish)
-        elif self._entries[manifest.digest].num_leases >= NUM_SEQS + self._settings.max_queue:
+            entry = self._entries.get(manifest.digest)
+        elif entry.num_leases >= NUM_SEQS + self._settings.max_queue:
             raise ServerBusy
-        key = manifest.digest
-        entry = self._entries.get(key)
+        else:
+            assert entry.worker is not None
+            worker = entry.worker
+        key = entry.key if entry is not None else manifest.digest
         self._keep_alive.acquire(key, self._clock(), keep_alive_s)
         if entry is not None:
             entry.num_leases += 1
+            self._replicate(manifest)
         try:
             yield Lease(self, manifest, worker, self._clock() - began)
         finally:
@@ -164,10 +174,16 @@ class ModelManager:
         return self._ready_worker(manifest) or await self._wait_for(manifest, None, NO_WISH)
 
     def _ready_worker(self, manifest: Manifest) -> WorkerProcess | None:
-        entry = self._entries.get(manifest.digest)
-        if entry is None or entry.worker is None or entry.is_leaving:
-            return None
-        return entry.worker if entry.worker.state is State.READY else None
+        entry = least_busy(self._entries_of(manifest.digest))
+        return entry.worker if entry is not None else None
+
+    def _entries_of(self, digest: str) -> list[Entry]:
+        """The model's workers, nearly always one or none."""
+        found = [self._entries[digest]] if digest in self._entries else []
+        if self._settings.replicas > 1:
+            others = (entry for entry in self._entries.values() if entry.number)
+            found += [entry for entry in others if entry.manifest.digest == digest]
+        return found
 
     async def _wait_for(
         self, manifest: Manifest, on_loading: Progress | None, wish: Wish
@@ -197,11 +213,32 @@ class ModelManager:
         now = self._clock()
         self._hold_off.raise_if_held(manifest.digest, manifest.name.display, now)
         entry = Entry(manifest, self._estimate(manifest), wish, now)
+        self._begin(entry)
+        return entry
+
+    def _replicate(self, manifest: Manifest) -> None:
+        """One more worker of a busy model in the background, if a GPU is free for it now."""
+        entries = self._entries_of(manifest.digest)
+        now = self._clock()
+        is_early = now - self._replicated_at < LOOK_PERIOD_S
+        if self._is_closing or is_early or not wants_another(entries, self._settings.replicas):
+            return
+        self._replicated_at = now
+        if self._hold_off.held_s(manifest.digest, now) > 0:
+            return
+        number = free_number(entries)
+        entry = Entry(manifest, self._estimate(manifest), entries[0].wish, now, number)
+        verdict = self._verdict(entry)
+        if is_for_a_replica(verdict):
+            self._settle(entry, verdict)
+            self._begin(entry)
+
+    def _begin(self, entry: Entry) -> None:
+        manifest = entry.manifest
         entry.task = asyncio.create_task(self._load(entry), name=f"load {manifest.name.display}")
         # Before the load's first step runs: two who come in the same tick share it.
         self._entries[entry.key] = entry
         entry.task.add_done_callback(lambda task: self._load_ended(entry, task))
-        return entry
 
     def _load_ended(self, entry: Entry, task: asyncio.Task[WorkerProcess]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -267,8 +304,10 @@ class ModelManager:
 
     async def _load(self, entry: Entry) -> WorkerProcess:
         try:
-            await self._make_room(entry)
-            load = self._load_message(entry)
+            if not entry.has_room:
+                await self._make_room(entry)
+            capacity = 0 if entry.on_devices else self._kv_capacity(entry)
+            load = load_message(entry, self._store, self._settings, capacity)
             entry.tell(0.0, "starting")
             worker = await self._spawn(load, entry.tell)
         except Exception as error:
@@ -299,9 +338,7 @@ class ModelManager:
                     continue
                 verdict = self._verdict(entry)
                 if verdict.fits and not verdict.evict:
-                    entry.parts = verdict.parts
-                    entry.on_devices = entry.wanted_on_devices()
-                    entry.has_room = True
+                    self._settle(entry, verdict)
                     break
                 if verdict.fits:
                     # One, then look again: while it goes, another may have found work.
@@ -327,6 +364,12 @@ class ModelManager:
             self._queue.remove(entry)
             self._room.ring()
         await self._memory.reclaim()
+
+    def _settle(self, entry: Entry, verdict: Verdict) -> None:
+        """It goes there, and counts there from now on."""
+        entry.parts = verdict.parts
+        entry.on_devices = entry.wanted_on_devices()
+        entry.has_room = True
 
     def _may_decide(self, entry: Entry) -> bool:
         """A load that has waited long is not passed any more."""
@@ -355,6 +398,8 @@ class ModelManager:
             for device in found
             if device.is_gpu
         )
+        siblings = [other for other in others if other.manifest.digest == entry.manifest.digest]
+        gpus = untaken(gpus, siblings)
         return place(
             self._need(entry, bool(gpus)),
             Room(self._memory.limit(found) - used, gpus),
@@ -383,28 +428,6 @@ class ModelManager:
             and self._keep_alive.num_leases(key) == 0
         )
 
-    def _load_message(self, entry: Entry) -> Load:
-        manifest = entry.manifest
-        files = [
-            ModelFile(file.name, file.role, str(self._store.path_of(file)))
-            for file in manifest.files
-        ]
-        return Load(
-            name=manifest.name.display,
-            digest=manifest.digest,
-            files=files,
-            context_length=self._settings.context_length,
-            parts=list(entry.parts),
-            dtype=self._settings.dtype,
-            # What it could ever hold: the present budget comes when it is ready.
-            kv_budget_bytes=0 if entry.on_devices else self._kv_capacity(entry),
-            max_num_seqs=NUM_SEQS,
-            num_threads=self._settings.num_threads,
-            template=manifest.template,
-            cache_dir=str(self._store.root / "derived" / manifest.digest),
-            prefix_budget_bytes=self._settings.prefix_cache_bytes,
-        )
-
     def _kv_capacity(self, entry: Entry) -> int:
         return max(self._memory.limit_bytes - entry.kept_bytes, KV_FLOOR_BYTES)
 
@@ -431,7 +454,8 @@ class ModelManager:
             entry.size_bytes = entry.resident_bytes
             if not entry.on_devices:
                 base = entry.resident_bytes - entry.kv_bytes
-                self._remembered.put(entry.key, self._settings.dtype, base)
+                digest = entry.manifest.digest
+                self._remembered.put(digest, self._settings.dtype, base)
 
     def _relieve(self, free_bytes: int) -> bool:
         """The least recently used idle model leaves for other programs' sake, if there is one."""
@@ -447,17 +471,15 @@ class ModelManager:
     async def unload(self, name: ModelName, reason: str = "asked to stop") -> None:
         """Unload as soon as it is idle; at once if it is now. Not loaded: nothing happens."""
         manifest = self._store.get(name)
-        entry = self._entries.get(manifest.digest)
-        if entry is None:
-            return
-        self._keep_alive.expire_now(entry.key)
-        if self._is_idle(entry.key):
-            await self._unload(entry, reason, drain_s=0)
+        for entry in self._entries_of(manifest.digest):
+            self._keep_alive.expire_now(entry.key)
+            if self._is_idle(entry.key):
+                await self._unload(entry, reason, drain_s=0)
 
     async def tidy(self, digest: str) -> None:
         """Remove what was derived from a model that is no longer installed: its saved prefixes are
         its user's conversations. While it is loaded, nothing; the end of its worker comes here."""
-        if digest in self._entries or any(m.digest == digest for m in self._store.list()):
+        if self._entries_of(digest) or any(m.digest == digest for m in self._store.list()):
             return
         folder = self._store.root / "derived" / digest
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -504,7 +526,7 @@ class ModelManager:
             why = str(worker.death())
             self._counters["worker_deaths"] += 1
             self._note(entry, "died", why)
-            self._hold_off.died(entry.key, self._clock(), why)
+            self._hold_off.died(entry.manifest.digest, self._clock(), why)
         self._forget(entry)
         await worker.kill()  # reaps its tasks
 
@@ -514,7 +536,7 @@ class ModelManager:
         if self._keep_alive.num_leases(entry.key) == 0:
             self._keep_alive.forget(entry.key)
         entry.has_left.set()
-        self._start(self.tidy(entry.key))
+        self._start(self.tidy(entry.manifest.digest))
         self._room.ring()
         self._schedule_expiry()
 
@@ -549,7 +571,11 @@ class ModelManager:
         """Snapshots of the models that can serve, the one that expires last first."""
         now = self._clock()
         snapshots = [
-            self._snapshot(entry, entry.worker, now)
+            snapshot_of(
+                entry,
+                self._keep_alive.expires_at(entry.key, now) - now,
+                self._keep_alive.num_leases(entry.key),
+            )
             for entry in self._entries.values()
             if entry.worker is not None and not entry.is_leaving
         ]
@@ -575,28 +601,6 @@ class ModelManager:
     def history(self) -> list[HistoryEntry]:
         """The last loads and unloads, the newest last."""
         return list(self._history)
-
-    def _snapshot(self, entry: Entry, worker: WorkerProcess, now: float) -> LoadedModel:
-        assert worker.ready is not None
-        expiry = self._keep_alive.expires_at(entry.key, now)
-        left = expiry - now
-        expires_at = (
-            None if left == math.inf else datetime.now(UTC) + timedelta(seconds=max(left, 0.0))
-        )
-        return LoadedModel(
-            manifest=entry.manifest,
-            expires_at=expires_at,
-            size=worker.ready.weights_bytes + worker.stats.kv_bytes,
-            size_vram=worker.ready.weights_vram_bytes
-            + round(worker.stats.kv_bytes * entry.gpu_share),
-            context_length=worker.ready.context_length,
-            stats=worker.stats,
-            devices=entry.devices,
-            ready=worker.ready,
-            pid=worker.pid,
-            num_leases=self._keep_alive.num_leases(entry.key),
-            kv_budget_bytes=entry.kv_budget_bytes,
-        )
 
     def _note(self, entry: Entry, event: str, reason: str) -> None:
         log.info("%s %s: %s", entry.name, event, reason)

@@ -26,7 +26,10 @@ T = TypeVar("T")
 DEFAULT_PORT = 11434
 PREFIXES = ("LLMD_", "OLLAMA_")
 _OWN_ALONE = frozenset(
-    {"API_KEY", "HOSTS", "WORKER_COMMAND", "REGISTRY", "ALIASES", "DEVICES", "REQUIRE_GPU"}
+    {
+        *("API_KEY", "HOSTS", "WORKER_COMMAND", "REGISTRY", "REGISTRY_KEY", "ALIASES"),
+        *("DEVICES", "REQUIRE_GPU", "REPLICAS"),
+    }
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -46,6 +49,7 @@ class Settings:
     )
     keep_alive_s: float = 300.0  # how long an idle model stays; math.inf: forever
     load_timeout_s: float = 300.0  # without any progress; 0: never give up
+    replicas: int = 1  # workers of one model, each on a GPU of its own
     max_loaded_models: int = 0  # 0: as many as fit the memory
     max_queue: int = 512  # waiting requests before 503
     context_length: int = 0  # default num_ctx; 0: what the model and the memory allow
@@ -91,6 +95,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         models=reader.get("MODELS", lambda text: Path(text).expanduser(), defaults.models),
         keep_alive_s=reader.get("KEEP_ALIVE", _keep_alive, defaults.keep_alive_s),
         load_timeout_s=reader.get("LOAD_TIMEOUT", _load_timeout, defaults.load_timeout_s),
+        replicas=reader.get("REPLICAS", _one_or_more, 1),
         max_loaded_models=reader.get("MAX_LOADED_MODELS", _natural, 0),
         max_queue=reader.get("MAX_QUEUE", _natural, defaults.max_queue),
         context_length=reader.get("CONTEXT_LENGTH", _natural, 0),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 from ..backend.protocol import Ready, Stats
 from ..registry.manifest import Manifest
+from .entry import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +47,25 @@ class HistoryEntry:
     model: str
     event: str  # "loaded", "unloaded", "failed", "died"
     reason: str
+
+
+def snapshot_of(entry: Entry, left_s: float, num_leases: int) -> LoadedModel:
+    """Of a model that is loaded, and goes when it has been idle for so many seconds more."""
+    worker = entry.worker
+    assert worker is not None and worker.ready is not None
+    ready, stats = worker.ready, worker.stats
+    is_staying = left_s == math.inf
+    expires_at = None if is_staying else datetime.now(UTC) + timedelta(seconds=max(left_s, 0.0))
+    return LoadedModel(
+        manifest=entry.manifest,
+        expires_at=expires_at,
+        size=ready.weights_bytes + stats.kv_bytes,
+        size_vram=ready.weights_vram_bytes + round(stats.kv_bytes * entry.gpu_share),
+        context_length=ready.context_length,
+        stats=stats,
+        devices=entry.devices,
+        ready=ready,
+        pid=worker.pid,
+        num_leases=num_leases,
+        kv_budget_bytes=entry.kv_budget_bytes,
+    )

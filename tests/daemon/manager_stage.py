@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from llmd.backend.protocol import Load
+from llmd.daemon.devices import Inventory
 from llmd.daemon.manager import ModelManager
 from llmd.daemon.settings import Settings
 from llmd.daemon.worker_process import Progress, WorkerProcess
@@ -36,7 +37,13 @@ def store_of(root: Path, names: Sequence[str]) -> ModelStore:
 class VirtualStage:
     """Everything in virtual time: to be made inside a VirtualLoop."""
 
-    def __init__(self, root: Path, sizes: dict[str, int], **settings: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        sizes: dict[str, int],
+        inventory: Inventory | None = None,
+        **settings: Any,
+    ) -> None:
         self.store = store_of(root, list(sizes))
         self.spawner = FakeSpawner({f"{name}:latest": size for name, size in sizes.items()})
         self.manager = ModelManager(
@@ -44,6 +51,7 @@ class VirtualStage:
             self.store,
             self.spawner,
             clock=asyncio.get_running_loop().time,
+            inventory=inventory,
         )
 
     async def use(self, name: str, work_s: float = 0.0, keep_alive_s: float | None = None) -> float:
