@@ -26,13 +26,15 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from . import cpu_pack
+from . import cpu_pack, cpu_step
 from .cpu_threads import ThreadGovernor
 
 log = logging.getLogger("llmd.kernels")
 
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
-SOURCES = ("cpu_compile.py", "cpu_ir.py", "cpu_tiles.py", "cpu_program.py")
+SOURCES = tuple(
+    f"cpu_{part}.py" for part in ("compile", "ir", "tiles", "step", "rows", "attend", "program")
+)
 
 
 def why_not() -> str:
@@ -52,9 +54,8 @@ class Launcher:
     """Compiled code and the threads to run it. Compiles on construction, or reads the cache."""
 
     def __init__(self, num_threads: int) -> None:
-        from . import cpu_compile, cpu_program
+        from . import cpu_compile
 
-        self.program: Any = cpu_program
         self._code = cpu_compile.Loaded(_object_code())  # the addresses below lie in it
         self._address = self._code.address_of("run")
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
@@ -77,7 +78,7 @@ class Launcher:
     def run(self, header: Any) -> None:
         """Execute the step that this int64 array describes. Releases the GIL."""
         threads, address = self._threads.num_threads, header.ctypes.data
-        header[self.program.NUM_THREADS] = threads
+        header[cpu_step.NUM_THREADS] = threads
         began, busy = time.perf_counter(), time.process_time()
         if self._gomp is None or threads == 1:
             self._call(address)
@@ -165,7 +166,6 @@ def _gomp() -> tuple[Any, int]:
 
 def self_test(launcher: Launcher) -> str:
     """What is wrong with the products of this machine's code; empty if they are right."""
-    code = launcher.program
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((72, 96), generator=generator)
     rows = torch.randn((7, 96), generator=generator)
@@ -177,7 +177,7 @@ def self_test(launcher: Launcher) -> str:
         cpu_pack.pack_16bit(weight[:64]),
     )
     for matrix in packed:
-        found = _product(launcher, code, rows, matrix)
+        found = _product(launcher, rows, matrix)
         wanted = rows @ cpu_pack.unpack(matrix).T
         error = ((found - wanted).norm() / wanted.norm()).item()
         if not error < (0.01 if matrix.bits == 4 else 1e-3):
@@ -185,17 +185,17 @@ def self_test(launcher: Launcher) -> str:
     return ""
 
 
-def _product(launcher: Launcher, code: Any, rows: Tensor, matrix: cpu_pack.PackedMatrix) -> Tensor:
+def _product(launcher: Launcher, rows: Tensor, matrix: cpu_pack.PackedMatrix) -> Tensor:
     """rows · Wᵀ by two operations of a program."""
     num_rows, width = rows.shape
     quants = torch.zeros((num_rows, 2 * width), dtype=torch.int16)
     scales = torch.zeros((num_rows, width // 16))
     out = torch.zeros((num_rows, matrix.num_outputs))
-    ops = np.zeros((2, code.OP_FIELDS), dtype=np.int64)
+    ops = np.zeros((2, cpu_step.OP_FIELDS), dtype=np.int64)
     inputs = (quants.data_ptr(), scales.data_ptr())
-    ops[0, :6] = (code.QUANTIZE, rows.data_ptr(), width, matrix.bits, *inputs)
+    ops[0, :6] = (cpu_step.QUANTIZE, rows.data_ptr(), width, matrix.bits, *inputs)
     ops[1, :9] = (
-        code.MATMUL,
+        cpu_step.MATMUL,
         *inputs,
         matrix.data.data_ptr(),
         width,
@@ -205,12 +205,12 @@ def _product(launcher: Launcher, code: Any, rows: Tensor, matrix: cpu_pack.Packe
         matrix.bits,
     )
     counters = np.zeros(4, dtype=np.int64)  # two operations, arrivals, threads
-    header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
-    header[code.NUM_OPS] = 2
-    header[code.OPS] = ops.ctypes.data
-    header[code.COUNTERS] = counters.ctypes.data
-    header[code.ARRIVALS] = counters.ctypes.data + 16
-    header[code.THREADS_SEEN] = counters.ctypes.data + 24
-    header[code.NUM_ROWS] = num_rows
+    header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
+    header[cpu_step.NUM_OPS] = 2
+    header[cpu_step.OPS] = ops.ctypes.data
+    header[cpu_step.COUNTERS] = counters.ctypes.data
+    header[cpu_step.ARRIVALS] = counters.ctypes.data + 16
+    header[cpu_step.THREADS_SEEN] = counters.ctypes.data + 24
+    header[cpu_step.NUM_ROWS] = num_rows
     launcher.run(header)
     return out

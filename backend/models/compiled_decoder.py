@@ -104,7 +104,13 @@ class CompiledDecoder:
         self._thin = Thin(launcher, config.vocab_size)
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:
-        """Logits [num_logits, vocab_size] in float32. The next step writes over them."""
+        """Logits [num_logits, vocab_size] in float32. The next step writes over them.
+
+        Raises IndexError for a token that the vocabulary does not have: the program would read
+        beyond its table.
+        """
+        if int(inputs.token_ids.max()) >= self.config.vocab_size or int(inputs.token_ids.min()) < 0:
+            raise IndexError(f"a token is not among the {self.config.vocab_size} there are")
         num_rows, num_logits = len(inputs.token_ids), len(inputs.logit_rows)
         if num_logits > len(self._logits):
             # kept from step to step: fresh memory of this size costs a page fault per 1,024 logits

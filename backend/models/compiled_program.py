@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import cpu_step
 from ..kernels.cpu_launch import Launcher
 from ..kernels.cpu_pack import PackedMatrix
 from ..layers.rotary import Rotary
@@ -80,7 +81,6 @@ class Program:
         self.num_rows, self.num_positions = num_rows, num_positions
         config = network.config
         self._launcher = launcher
-        self._code = launcher.program
         shapes = [layer.config for layer in network.layers]
         mixed = config.num_heads * max(shape.head_dim for shape in shapes)
         qkv = max(layer.qkv.matrix.num_outputs for layer in network.layers)
@@ -97,7 +97,7 @@ class Program:
         self._scales = self._floats(widest // 16)
         self._max_kv_heads = max(shape.num_kv_heads for shape in shapes)
         self._piece_bytes = max(
-            self._code.piece_bytes(config.num_heads // shape.num_kv_heads, shape.head_dim)
+            cpu_step.piece_bytes(config.num_heads // shape.num_kv_heads, shape.head_dim)
             for shape in shapes
         )
         self._pieces = torch.empty(0, dtype=torch.uint8)
@@ -105,7 +105,7 @@ class Program:
         self._ops: list[list[int]] = []
         self.best = np.empty(0, dtype=np.int64)
         self._write(network, caches)
-        self._table = np.zeros((len(self._ops), self._code.OP_FIELDS), dtype=np.int64)
+        self._table = np.zeros((len(self._ops), cpu_step.OP_FIELDS), dtype=np.int64)
         for row, op in zip(self._table, self._ops, strict=True):
             row[: len(op)] = op
         self._counters = np.zeros(len(self._ops) + 64, dtype=np.int64)
@@ -118,9 +118,9 @@ class Program:
 
     def run(self, inputs: StepInputs, logits: Tensor) -> None:
         """The logits are written."""
-        code, header = self._code, self._header
+        header = self._header
         views = (inputs, *inputs.others)
-        tiles = np.stack(_tiles(views, code.QUERY_TILE))
+        tiles = np.stack(_tiles(views, cpu_step.QUERY_TILE))
         blocks = inputs.block_ids
         if inputs.others:
             blocks = torch.cat([view.block_ids for view in views])
@@ -131,30 +131,30 @@ class Program:
         self._table[self._head, 6] = logits.data_ptr()
         self._table[self._head + 1 :, 1] = logits.data_ptr()
         self._table[-1, 3] = self.best.ctypes.data
-        header[code.NUM_ROWS] = len(inputs.token_ids)
-        header[code.NUM_LOGIT_ROWS] = len(inputs.logit_rows)
+        header[cpu_step.NUM_ROWS] = len(inputs.token_ids)
+        header[cpu_step.NUM_LOGIT_ROWS] = len(inputs.logit_rows)
         # from the last norm on all is skipped where no row wants logits
-        header[code.NUM_OPS] = len(self._ops) if len(inputs.logit_rows) else self._head - 1
-        header[code.LOGIT_ROWS] = inputs.logit_rows.data_ptr()
-        header[code.POSITIONS] = inputs.positions.data_ptr()
-        header[code.BLOCKS] = blocks.data_ptr()
-        header[code.NUM_TILES] = tiles.shape[1]
-        header[code.TILES] = tiles.ctypes.data
-        header[code.NUM_PIECES] = self._num_pieces(inputs, tiles.shape[1])
+        header[cpu_step.NUM_OPS] = len(self._ops) if len(inputs.logit_rows) else self._head - 1
+        header[cpu_step.LOGIT_ROWS] = inputs.logit_rows.data_ptr()
+        header[cpu_step.POSITIONS] = inputs.positions.data_ptr()
+        header[cpu_step.BLOCKS] = blocks.data_ptr()
+        header[cpu_step.NUM_TILES] = tiles.shape[1]
+        header[cpu_step.TILES] = tiles.ctypes.data
+        header[cpu_step.NUM_PIECES] = self._num_pieces(inputs, tiles.shape[1])
         self._launcher.run(header)
 
     def _num_pieces(self, inputs: StepInputs, num_tiles: int) -> int:
         """Into how many pieces the threads cut a sequence's keys; 0: no thread would be idle."""
-        code, threads = self._code, self._launcher.num_threads
+        threads = self._launcher.num_threads
         num_items = num_tiles * self._max_kv_heads
         longest = max(span.seq_len for span in inputs.spans)
-        pieces = -(-longest // (code.BLOCK_SIZE * code.PIECE_BLOCKS))
+        pieces = -(-longest // (cpu_step.BLOCK_SIZE * cpu_step.PIECE_BLOCKS))
         if threads == 1 or pieces == 1 or num_items >= ITEMS_PER_THREAD * threads:
             return 0
         size = num_items * pieces * self._piece_bytes
         if size > len(self._pieces):
             self._pieces = torch.empty(size, dtype=torch.uint8)
-        self._header[code.PIECES] = self._pieces.data_ptr()
+        self._header[cpu_step.PIECES] = self._pieces.data_ptr()
         return int(pieces)
 
     def _floats(self, width: int) -> Tensor:
@@ -166,7 +166,7 @@ class Program:
         config, table = network.config, network.embedding
         scale = float_bits(config.embedding_scale)
         shape = (table.num_inputs, table.bits)
-        self._add(self._code.EMBED, 0, table.data, *shape, self._hidden, scale)
+        self._add(cpu_step.EMBED, 0, table.data, *shape, self._hidden, scale)
         deltas: tuple[Tensor, ...] = ()
         out_norm: Tensor | None = None
         for layer, cache in zip(network.layers, caches, strict=True):
@@ -189,8 +189,8 @@ class Program:
         if config.logit_scale != 1 or config.logit_softcap is not None:
             cap = float_bits(config.logit_softcap or 0.0)
             factor = float_bits(config.logit_scale)
-            self._add(self._code.CAP, 0, config.vocab_size, 0, factor, cap)
-        self._add(self._code.BEST, 0, config.vocab_size, 0)
+            self._add(cpu_step.CAP, 0, config.vocab_size, 0, factor, cap)
+        self._add(cpu_step.BEST, 0, config.vocab_size, 0)
 
     def _add(self, kind: int, *fields: int | Tensor | None) -> None:
         """Tensors become their addresses, None becomes 0."""
@@ -210,7 +210,7 @@ class Program:
         first, second = (*deltas, None, None)[:2]
         residual_scale = config.residual_scale
         self._add(
-            self._code.NORM,
+            cpu_step.NORM,
             self._hidden,
             first,
             weight,
@@ -229,15 +229,15 @@ class Program:
     def _add_rows(self, reader: PackedLinear) -> None:
         """What was normed last is rounded for another matrix."""
         width, bits = self._normed.shape[1], reader.matrix.bits
-        self._add(self._code.QUANTIZE, self._normed, width, bits, self._rows, self._scales)
+        self._add(cpu_step.QUANTIZE, self._normed, width, bits, self._rows, self._scales)
 
     def _add_attention(self, config: ModelConfig, layer: PackedLayer, cache: LayerCache) -> None:
-        code, shape = self._code, layer.config
+        shape = layer.config
         self._add_matmul(layer.qkv, self._qkv)
         rotary = self._rotary(config, shape)
         sizes = (config.num_heads, shape.num_kv_heads, shape.head_dim, _block_stride(cache))
         self._add(
-            code.ROPE,
+            cpu_step.ROPE,
             self._qkv,
             cache.keys,
             cache.values,
@@ -265,8 +265,8 @@ class Program:
             cache.group,
             float_bits(config.attention_softcap or 0.0),
         )
-        self._add(code.ATTEND, *attend)
-        self._add(code.MERGE, *attend)
+        self._add(cpu_step.ATTEND, *attend)
+        self._add(cpu_step.MERGE, *attend)
         self._add_matmul(layer.output, self._attended)
 
     def _rotary(self, config: ModelConfig, layer: LayerConfig) -> Rotary | None:
@@ -281,7 +281,7 @@ class Program:
     def _add_mlp(self, config: ModelConfig, layer: PackedLayer) -> None:
         self._add_matmul(layer.gate_up, self._gate_up)
         self._add(
-            self._code.GATE,
+            cpu_step.GATE,
             self._gate_up,
             config.intermediate_size,
             layer.down.matrix.bits,
@@ -295,7 +295,7 @@ class Program:
     def _add_matmul(self, linear: PackedLinear, out: Tensor | None, is_last: bool = False) -> None:
         matrix = linear.matrix
         self._add(
-            self._code.MATMUL,
+            cpu_step.MATMUL,
             self._rows,
             self._scales,
             matrix.data,
@@ -309,23 +309,23 @@ class Program:
         )
 
     def _make_header(self, network: Network) -> Any:
-        code, threads = self._code, self._launcher.max_threads
-        header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
+        threads = self._launcher.max_threads
+        header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
         num_heads = network.config.num_heads
         scratch = max(
-            code.scratch_bytes(num_heads // layer.config.num_kv_heads, layer.config.head_dim)
+            cpu_step.scratch_bytes(num_heads // layer.config.num_kv_heads, layer.config.head_dim)
             for layer in network.layers
         )
         self._scratch = torch.empty(scratch * threads, dtype=torch.uint8)
         # the two cells that threads write to lie apart from the operations' counters
         arrivals = self._counters.ctypes.data + 8 * (len(self._ops) + 16)
-        header[code.OPS] = self._table.ctypes.data
-        header[code.COUNTERS] = self._counters.ctypes.data
-        header[code.ARRIVALS] = arrivals
-        header[code.THREADS_SEEN] = arrivals + 8 * 16
-        header[code.EPS] = float_bits(network.config.rms_norm_eps)
-        header[code.SCRATCH] = self._scratch.data_ptr()
-        header[code.SCRATCH_STRIDE] = scratch
+        header[cpu_step.OPS] = self._table.ctypes.data
+        header[cpu_step.COUNTERS] = self._counters.ctypes.data
+        header[cpu_step.ARRIVALS] = arrivals
+        header[cpu_step.THREADS_SEEN] = arrivals + 8 * 16
+        header[cpu_step.EPS] = float_bits(network.config.rms_norm_eps)
+        header[cpu_step.SCRATCH] = self._scratch.data_ptr()
+        header[cpu_step.SCRATCH_STRIDE] = scratch
         return header
 
 
@@ -334,33 +334,31 @@ class Thin:
 
     def __init__(self, launcher: Launcher, vocab_size: int) -> None:
         self._launcher, self._vocab_size = launcher, vocab_size
-        code = launcher.program
-        self._table = np.zeros(code.OP_FIELDS, dtype=np.int64)
-        self._table[:3] = (code.THIN, 0, vocab_size)
+        self._table = np.zeros(cpu_step.OP_FIELDS, dtype=np.int64)
+        self._table[:3] = (cpu_step.THIN, 0, vocab_size)
         self._cells = np.zeros(40, dtype=np.int64)  # counter, arrivals, threads: lines of their own
-        header = self._header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
-        header[code.NUM_OPS] = 1
-        header[code.OPS] = self._table.ctypes.data
-        header[code.COUNTERS] = self._cells.ctypes.data
-        header[code.ARRIVALS] = self._cells.ctypes.data + 128
-        header[code.THREADS_SEEN] = self._cells.ctypes.data + 256
+        header = self._header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
+        header[cpu_step.NUM_OPS] = 1
+        header[cpu_step.OPS] = self._table.ctypes.data
+        header[cpu_step.COUNTERS] = self._cells.ctypes.data
+        header[cpu_step.ARRIVALS] = self._cells.ctypes.data + 128
+        header[cpu_step.THREADS_SEEN] = self._cells.ctypes.data + 256
 
     def run(self, logits: Tensor, requests: Sequence[tuple[int, int, float]]) -> list[Any]:
         """See CompiledDecoder.thin."""
-        code = self._launcher.program
-        asked = np.zeros((len(requests), code.REQUEST_FIELDS), dtype=np.int64)
+        asked = np.zeros((len(requests), cpu_step.REQUEST_FIELDS), dtype=np.int64)
         for at, (row, base, temperature) in enumerate(requests):
             signed = base - (1 << 64) if base >> 63 else base
             asked[at, :3] = (row, signed, float_bits(1 / temperature))
-        left = np.empty((len(requests), code.MOST_LEFT + 1), dtype=np.int64)
+        left = np.empty((len(requests), cpu_step.MOST_LEFT + 1), dtype=np.int64)
         self._cells.fill(0)
         self._table[1] = logits.data_ptr()
         self._table[3:5] = (asked.ctypes.data, left.ctypes.data)
-        self._header[code.NUM_ROWS] = len(requests)
+        self._header[cpu_step.NUM_ROWS] = len(requests)
         self._launcher.run(self._header)
         counts = left[:, 0].tolist()
         return [
-            ids[1 : count + 1] if count <= code.MOST_LEFT else None
+            ids[1 : count + 1] if count <= cpu_step.MOST_LEFT else None
             for ids, count in zip(left, counts, strict=True)
         ]
 

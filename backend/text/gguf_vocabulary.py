@@ -38,7 +38,7 @@ Metadata = Mapping[str, Any]
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "▁"
 _GEMMAS_WITH_FALSE_SCORES = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma-embedding")
-_LAYOUT = "1"  # part of the cache's name: grows when the same metadata would be built differently
+_LAYOUT = "2"  # part of the cache's name: grows when the same metadata would be built differently
 
 
 class TokenizerError(Exception):
@@ -143,7 +143,11 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    tokens = [_respaced(token) for token in vocabulary.tokens]
+    # Those that a user defined are looked for in the text as it is, before spaces are respelled.
+    tokens = [
+        token if kind == USER_DEFINED else _respaced(token)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
     architecture = vocabulary.metadata.get("general.architecture", "")
     ranks = (
         [float(token_id) for token_id in range(len(tokens))]

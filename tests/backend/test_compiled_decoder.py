@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmd.backend.kernels import cpu_pack
+from llmd.backend.kernels import cpu_pack, cpu_step
 from llmd.backend.kernels.cpu_attention import Span
 from llmd.backend.kernels.cpu_launch import Launcher, self_test, why_not
 from llmd.backend.models.checkpoint import QuantBlocks
@@ -239,19 +239,29 @@ def test_an_embedding_is_the_row_of_the_packed_table(launcher: Launcher, bits: i
     }[bits]()
     ids = torch.tensor([63, 0, 17, 17, 8])
     out = torch.zeros((len(ids), 96))
-    code = launcher.program
-    op = np.zeros(code.OP_FIELDS, dtype=np.int64)
+    op = np.zeros(cpu_step.OP_FIELDS, dtype=np.int64)
     op[:7] = (
-        *(code.EMBED, ids.data_ptr(), table.data.data_ptr(), 96, bits, out.data_ptr()),
+        *(cpu_step.EMBED, ids.data_ptr(), table.data.data_ptr(), 96, bits, out.data_ptr()),
         float_bits(0.5),
     )
     cells = np.zeros(3, dtype=np.int64)
-    header = np.zeros(code.HEADER_FIELDS, dtype=np.int64)
-    header[code.NUM_OPS], header[code.NUM_ROWS] = 1, len(ids)
-    header[code.OPS], header[code.COUNTERS] = op.ctypes.data, cells.ctypes.data
-    header[code.ARRIVALS], header[code.THREADS_SEEN] = cells.ctypes.data + 8, cells.ctypes.data + 16
+    header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
+    header[cpu_step.NUM_OPS], header[cpu_step.NUM_ROWS] = 1, len(ids)
+    header[cpu_step.OPS], header[cpu_step.COUNTERS] = op.ctypes.data, cells.ctypes.data
+    header[cpu_step.ARRIVALS], header[cpu_step.THREADS_SEEN] = (
+        cells.ctypes.data + 8,
+        cells.ctypes.data + 16,
+    )
     launcher.run(header)
     torch.testing.assert_close(out, cpu_pack.unpack(table)[ids] * 0.5, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("token_id", [-1, 96, 1 << 40])
+def test_a_token_beyond_the_vocabulary_is_refused(launcher: Launcher, token_id: int) -> None:
+    decoder = CompiledDecoder(checkpoint := Checkpoint(), launcher)
+    step = _step([([1, token_id], 0, torch.tensor([0]))])
+    with pytest.raises(IndexError, match="among the 96"):
+        decoder.forward(step, _cache(checkpoint, torch.bfloat16))
 
 
 def test_positions_beyond_those_of_the_program_are_turned_as_in_a_long_one(

@@ -74,6 +74,20 @@ def test_merges_follow_the_scores_of_a_sentence_piece_vocabulary() -> None:
     assert spelt == [b" the", b" ", b"he", b"ll", b"o"]
 
 
+def test_a_run_of_spaces_that_a_user_defined_is_the_token_of_its_place() -> None:
+    """Gemma 3's files spell them with real spaces; no id is beyond the table of embeddings."""
+    metadata = sentence_piece_metadata()
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += ["  ", "   "]
+    metadata["tokenizer.ggml.token_type"] += [4, 4]
+    metadata["tokenizer.ggml.scores"] += [0.0, 0.0]
+    tokenizer = from_gguf_metadata(metadata)
+    assert tokenizer.vocab_size == first + 2
+    ids = tokenizer.encode("a   a  a a")
+    assert [token_id for token_id in ids if token_id >= first] == [first + 1, first]
+    assert tokenizer.decode(ids) == "a   a  a a"
+
+
 def test_the_best_score_wins_though_a_longer_token_exists() -> None:
     metadata = sentence_piece_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]

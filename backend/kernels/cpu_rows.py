@@ -1,0 +1,309 @@
+"""The operations of a compiled step whose items are rows: EMBED, NORM, GATE, QUANTIZE, ROPE, and of
+logits CAP, BEST and THIN. See cpu_program.
+"""
+
+from __future__ import annotations
+
+from . import cpu_ir as vec
+from . import cpu_tiles
+from .cpu_compile import Table, inlined, kernel
+from .cpu_step import (
+    BLOCK_SIZE,
+    BLOCKS,
+    EPS,
+    LOGIT_ROWS,
+    MOST_LEFT,
+    NUM_ROWS,
+    POSITIONS,
+    REQUEST_FIELDS,
+)
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+@inlined
+def row_bytes(width: int, bits: int) -> int:
+    """From one row of a product's inputs to the next."""
+    return width * 4 if bits == 16 else width * 2
+
+
+@inlined
+def quantize_row(x: int, width: int, bits: int, out: int, scales: int) -> None:
+    """float32 [width] at x to int8 or int16 at out, and (scale, scaled sum) per 32 at scales.
+
+    int8 for weights of 4 bits, int16 for those of 8; those of 16 take the row as it is.
+    """
+    if bits == 16:
+        for lane in range(0, width * 4, 128):
+            vec.times(x + lane, out + lane, 1.0)
+        return
+    for block in range(width // 32):
+        source = x + block * 128
+        peak = vec.largest_magnitude(source)
+        limit = 127.0 if bits == 4 else 32767.0
+        factor = limit / peak if peak > 1e-30 else 0.0
+        scale = peak / limit
+        if bits == 4:
+            total = vec.quantize8(source, out + block * 32, factor)
+            vec.store_float(scales + block * 8 + 4, scale * total)
+        else:
+            vec.quantize16(source, out + block * 64, factor)
+        vec.store_float(scales + block * 8, scale)
+
+
+@inlined
+def squares(x: int, width: int) -> float:
+    total = 0.0
+    for block in range(width // 32):
+        total += vec.squares(x + block * 128)
+    return total
+
+
+@inlined
+def rms_norm(x: int, weight: int, out: int, width: int, eps: float) -> None:
+    factor = 1.0 / vec.sqrt(squares(x, width) / float(width) + eps)
+    for block in range(width // 32):
+        vec.scaled(x + block * 128, weight + block * 128, out + block * 128, factor)
+
+
+@inlined
+def layer_norm(x: int, weight: int, out: int, width: int, eps: float) -> None:
+    total = 0.0
+    for block in range(width // 32):
+        total += vec.total32(x + block * 128)
+    mean = total / float(width)
+    for block in range(width // 32):
+        vec.plus(x + block * 128, out + block * 128, -mean)
+    rms_norm(out, weight, out, width, eps)
+
+
+@inlined
+def add_branches(x: int, op: Table, at: int, eps: float) -> float:
+    """residual += (normed, scaled) delta + second delta; the sum of its squares."""
+    delta, width = op[2] + at, op[4]
+    if op[10]:
+        rms_norm(delta, op[10], delta, width, eps)
+    if op[11]:
+        for block in range(width // 32):
+            vec.times(delta + block * 128, delta + block * 128, vec.bits_to_float(op[11]))
+    total = 0.0
+    if op[13]:
+        for block in range(width // 32):
+            total = vec.add_squares(x + block * 128, op[13] + at + block * 128)
+    total = 0.0
+    for block in range(width // 32):
+        total += vec.add_squares(x + block * 128, delta + block * 128)
+    return total
+
+
+@kernel
+def norm(row: int, op: Table, head: Table) -> None:
+    # op: hidden, delta or 0, weight or 0, width, bits, out, scales, only logit rows, normed rows,
+    # weight of the delta's own norm or 0, factor of the delta (float32 bits) or 0, is LayerNorm,
+    # second delta or 0
+    weight, width = op[3], op[4]
+    source = row
+    if op[8]:
+        rows = head[LOGIT_ROWS]
+        source = vec.load_int(rows + row * 8)
+    at = source * width * 4
+    x, eps = op[1] + at, vec.bits_to_float(head[EPS])
+    total = 0.0
+    if op[2]:
+        total = add_branches(x, op, at, eps)
+    elif weight:
+        total = squares(x, width)
+    normed = op[9] + row * width * 4
+    if op[12]:
+        layer_norm(x, weight, normed, width, eps)
+    elif weight:
+        factor = 1.0 / vec.sqrt(total / float(width) + eps)
+        for block in range(width // 32):
+            vec.scaled(x + block * 128, weight + block * 128, normed + block * 128, factor)
+    else:
+        normed = x
+    out = op[6] + row * row_bytes(width, op[5])
+    quantize_row(normed, width, op[5], out, op[7] + row * (width // 32) * 8)
+
+
+@kernel
+def gate(row: int, op: Table) -> None:
+    # op: gate and up, width, bits, out, scales, products, 0 for SiLU or 1 for GELU
+    width = op[2]
+    x = op[1] + row * width * 8
+    products = op[6] + row * width * 4
+    for block in range(width // 32):
+        up = x + (width + block * 32) * 4
+        if op[7]:
+            vec.gelu_product(x + block * 128, up, products + block * 128)
+        else:
+            vec.silu_product(x + block * 128, up, products + block * 128)
+    out = op[4] + row * row_bytes(width, op[3])
+    quantize_row(products, width, op[3], out, op[5] + row * (width // 32) * 8)
+
+
+@kernel
+def quantize(row: int, op: Table) -> None:
+    # op: x, width, bits, out, scales
+    width = op[2]
+    x = op[1] + row * width * 4
+    out = op[4] + row * row_bytes(width, op[3])
+    quantize_row(x, width, op[3], out, op[5] + row * (width // 32) * 8)
+
+
+# ------------------------------------------------------------------------------------ embeddings
+
+
+@inlined
+def embed_8bit(block: int, lane: int, out: int, scale: float) -> None:
+    factor = vec.load_half(block + 256 + lane * 2) * scale
+    for pair in range(16):
+        at = block + pair * 16 + lane * 2
+        vec.store_float(out + pair * 8, vec.load_byte(at) * factor)
+        vec.store_float(out + pair * 8 + 4, vec.load_byte(at + 1) * factor)
+
+
+@inlined
+def embed_4bit(block: int, lane: int, out: int, scale: float) -> None:
+    factor = vec.load_half(block + 128 + lane * 2)
+    offset = vec.load_half(block + 144 + lane * 2)
+    for index in range(16):
+        at = out + (index // 4 * 8 + index % 4) * 4
+        both = vec.load_nibbles(block + index // 4 * 32 + lane * 4 + index % 4)
+        vec.store_float(at, (float(both % 16) * factor + offset) * scale)
+        vec.store_float(at + 16, (float(both // 16) * factor + offset) * scale)
+
+
+@kernel
+def embed(row: int, op: Table) -> None:
+    # op: token ids, the packed table, width, bits, hidden, factor (float32 bits)
+    id = vec.load_int(op[1] + row * 8)
+    width, scale = op[3], vec.bits_to_float(op[6])
+    out = op[5] + row * width * 4
+    blocks = width // 32
+    if op[4] == 16:
+        column = op[2] + id // 32 * width * 64 + id % 32 * 2
+        for index in range(width):
+            vec.store_float(out + index * 4, vec.load_bfloat(column + index * 64) * scale)
+    elif op[4] == 8:
+        strip = op[2] + id // 8 * blocks * cpu_tiles.BYTES_8BIT
+        for block in range(blocks):
+            embed_8bit(strip + block * cpu_tiles.BYTES_8BIT, id % 8, out + block * 128, scale)
+    else:
+        strip = op[2] + id // 8 * blocks * cpu_tiles.BYTES_4BIT
+        for block in range(blocks):
+            embed_4bit(strip + block * cpu_tiles.BYTES_4BIT, id % 8, out + block * 128, scale)
+
+
+# ------------------------------------------------------------------------- rotation and KV cache
+
+
+@inlined
+def turn(x: int, cos: int, sin: int, pairs: int, is_interleaved: int) -> None:
+    """The first 2 · pairs elements of a head."""
+    for lane in range(0, pairs * 4, 32):
+        if is_interleaved:
+            vec.rotated_pairs(x + lane * 2, cos + lane, sin + lane)
+        else:
+            vec.rotated(x + lane, x + pairs * 4 + lane, cos + lane, sin + lane)
+
+
+@kernel
+def rope(row: int, op: Table, head: Table) -> None:
+    # op: qkv, keys of block 0, values of block 0, q norm weight or 0, k norm weight or 0, cos or 0,
+    # sin (float32 [positions, pairs]), heads, kv heads, dim, bytes from a block to the next, group
+    # of layers, norms are over all heads, pairs that turn, pairs are neighbours
+    heads, kv_heads, dim = op[8], op[9], op[10]
+    x = op[1] + row * (heads + 2 * kv_heads) * dim * 4
+    position = vec.load_int(head[POSITIONS] + row * 8)
+    slot = position % BLOCK_SIZE
+    block = vec.load_int(head[BLOCKS] + (op[12] * head[NUM_ROWS] + row) * 8) * op[11]
+    eps = vec.bits_to_float(head[EPS])
+    angles = position * op[14] * 4
+    if op[13]:
+        rms_norm(x, op[4], x, heads * dim, eps)
+        rms_norm(x + heads * dim * 4, op[5], x + heads * dim * 4, kv_heads * dim, eps)
+    for index in range(heads + kv_heads):
+        at = x + index * dim * 4
+        weight = op[4] if index < heads else op[5]
+        if weight and not op[13]:
+            rms_norm(at, weight, at, dim, eps)
+        if op[6]:
+            turn(at, op[6] + angles, op[7] + angles, op[14], op[15])
+    for index in range(kv_heads):
+        key = x + (heads + index) * dim * 4
+        value = x + (heads + kv_heads + index) * dim * 4
+        base = block + index * dim * BLOCK_SIZE * 2
+        for lane in range(0, dim, 8):
+            target = op[2] + base + (lane * BLOCK_SIZE + slot) * 2
+            vec.scatter(key + lane * 4, target, BLOCK_SIZE * 2)
+        for lane in range(0, dim, 32):
+            vec.narrow(value + lane * 4, op[3] + base + (slot * dim + lane) * 2)
+
+
+# ---------------------------------------------------------------------------------------- logits
+
+
+@kernel
+def cap(row: int, op: Table) -> None:
+    # op: logits, vocabulary, nothing, factor, cap (float32 bits) or 0
+    x, vocab = op[1] + row * op[2] * 4, op[2]
+    for at in range(0, vocab * 4, 32):
+        vec.times8(x + at, vec.bits_to_float(op[4]))
+        if op[5]:
+            vec.capped8(x + at, vec.bits_to_float(op[5]))
+
+
+# -------------------------------------------------------------------------------------- sampling
+
+_LN2 = 0.6931472
+
+
+@kernel
+def best(row: int, op: Table) -> None:
+    # op: logits, vocabulary, out: int64 per row, the lowest id of the largest logit; -1 if that is
+    # not finite or any logit is NaN
+    x, vocab = op[1] + row * op[2] * 4, op[2]
+    peak, is_sound = -3e38, 1
+    whole = vocab // 32 * 32
+    for at in range(0, whole, 32):
+        peak = max(peak, vec.peak(x + at * 4))
+        is_sound = min(is_sound, vec.are_numbers(x + at * 4))
+    for at in range(whole, vocab):
+        value = vec.load_float(x + at * 4)
+        is_sound = is_sound if value == value else 0
+        peak = max(peak, value)
+    id = 0
+    while id < whole and vec.peak(x + id * 4) < peak:
+        id += 32
+    while id < vocab - 1 and vec.load_float(x + id * 4) < peak:
+        id += 1
+    is_usable = is_sound == 1 and peak > -3e38 and peak < 3e38
+    vec.store_int(op[3] + row * 8, id if is_usable else -1)
+
+
+@kernel
+def thin(row: int, op: Table) -> None:
+    # op: logits, vocabulary, requests, out: per row a count and up to MOST_LEFT ids, ascending
+    #
+    # The winner is the largest x + g, where g = -log(-log u) and u comes from a hash. How many ones
+    # the hash begins with bounds g: with k of them, k ln 2 - 0.33 < g < (k + 1) ln 2; with none,
+    # but z zeros, 0.36 - z < g. Who can't reach what another has for sure can't win.
+    request = Table(op[3] + row * (REQUEST_FIELDS * 8))
+    x, vocab = op[1] + request[0] * op[2] * 4, op[2]
+    base, factor = request[1], vec.bits_to_float(request[2])
+    out = op[4] + row * ((MOST_LEFT + 1) * 8)
+    sure = -3e38
+    count = 0
+    for id in range(vocab):
+        score = vec.load_float(x + id * 4) * factor
+        bits = vec.mix(base + id)
+        ones = float(vec.leading_ones(bits))
+        slack = 0.001 + max(score, -score) * 0.00001
+        if score + (ones + 1.0) * _LN2 + slack >= sure:
+            count += 1
+            if count <= MOST_LEFT:
+                vec.store_int(out + count * 8, id)
+            low = ones * _LN2 - 0.33 if ones > 0.0 else 0.36 - float(vec.leading_zeros(bits))
+            sure = max(sure, score + low - slack)
+    vec.store_int(out, count)
