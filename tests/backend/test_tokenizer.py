@@ -81,6 +81,7 @@ def test_a_run_of_spaces_that_a_user_defined_is_the_token_of_its_place() -> None
     metadata["tokenizer.ggml.tokens"] += ["  ", "   "]
     metadata["tokenizer.ggml.token_type"] += [4, 4]
     metadata["tokenizer.ggml.scores"] += [0.0, 0.0]
+    metadata["tokenizer.ggml.add_space_prefix"] = False
     tokenizer = from_gguf_metadata(metadata)
     assert tokenizer.vocab_size == first + 2
     ids = tokenizer.encode("a   a  a a")
