@@ -92,12 +92,18 @@ def ps_table(models: Sequence[Json], prefix: str, now: datetime) -> str:
             processor_text(model["size"], model.get("size_vram", 0)),
             str(model.get("context_length", "")),
             kv_text(model.get("kv") or {}),
-            until_text(parse_time(model.get("expires_at")), now),
+            _until(model, now),
         )
         for model in models
         if model["name"].startswith(prefix)
     ]
     return table(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "KV", "UNTIL"), rows)
+
+
+def _until(model: Json, now: datetime) -> str:
+    if "loading" in model:
+        return f"loading, {round(100 * model['loading']['fraction'])} %"
+    return until_text(parse_time(model.get("expires_at")), now)
 
 
 def processor_text(size_bytes: int, vram_bytes: int) -> str:

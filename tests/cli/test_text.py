@@ -208,3 +208,10 @@ def test_think_may_stand_alone() -> None:
 
 def test_a_parameter_is_a_number_where_it_looks_like_one() -> None:
     assert [parameter_value(text) for text in ("7", "0.5", "true", "abc")] == [7, 0.5, True, "abc"]
+
+
+def test_a_model_on_its_way_in_is_shown_as_that() -> None:
+    row = {"name": "m:latest", "digest": "ab" * 32, "size": 5, "size_vram": 0}
+    loading = {"fraction": 0.42, "stage": "reading weights", "waiting": 1}
+    shown = tables.ps_table([{**row, "loading": loading}], "", NOW)
+    assert shown.rstrip().endswith("loading, 42 %")
