@@ -13,6 +13,7 @@ AutoGPTQ and GPTQModel, compressed-tensors, bitsandbytes, MLX, OCP Microscaling 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class Groups:
         return QuantBlocks(8 if is_signed else 4, self.quants.view(rows, -1, BLOCK), scale, shift)
 
 
-class Layout:
+class Layout(ABC):
     """How one method stores its weights. `names` are all names that are stored."""
 
     method = ""
@@ -88,9 +89,9 @@ class Layout:
         self.names = names
         self.read = read
 
+    @abstractmethod
     def weights(self) -> frozenset[str]:
         """The names of the weights that this layout makes, those of unquantised ones not among."""
-        raise NotImplementedError
 
     def groups(self, name: str) -> Groups | None:
         """The weight as integers, or None if its codes are no integers."""

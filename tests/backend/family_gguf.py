@@ -14,9 +14,11 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-_PAIRED = ("llama", "granite", "smollm3")
+_PAIRED = ("llama", "granite", "smollm3", "mistral3")
 _ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _EXPERT = re.compile(r"(.*)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(experts\.\d+|gate)(?:\.(w[123]))?\.weight")
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def write_gguf(architecture: str, source: Path, folder: Path) -> None:
@@ -88,9 +90,10 @@ def _write_keys(writer: Any, architecture: str, config: dict[str, Any]) -> None:
         if key in config:
             add(config[key])
     if full.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(full["factor"])
-        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        _write_yarn_keys(writer, full)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     kv_heads = config["num_key_value_heads"]
     size = config["intermediate_size"]
     if architecture == "lfm2":
@@ -121,8 +124,8 @@ def _write_keys(writer: Any, architecture: str, config: dict[str, Any]) -> None:
             config["linear_num_value_heads"] * config["linear_value_head_dim"]
         )
         writer.add_full_attention_interval(4)
-        if "shared_expert_intermediate_size" in config:
-            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("moe_intermediate_size") or "num_local_experts" in config:
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         active = config.get("num_experts_per_tok") or config["top_k_experts"]
@@ -131,6 +134,18 @@ def _write_keys(writer: Any, architecture: str, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(inner)
     if full.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+
+
+def _write_yarn_keys(writer: Any, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _write_gemma4_keys(writer: Any, config: dict[str, Any]) -> None:
@@ -194,6 +209,8 @@ def _stacked(tensors: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     stacks: dict[str, dict[int, Any]] = defaultdict(dict)
     if config["model_type"] == "gpt_oss":
         tensors = _gpt_oss_experts(tensors)
+    if config["model_type"] == "mixtral":
+        tensors = {_as_qwen(name): values for name, values in tensors.items()}
     for name, values in tensors.items():
         match = _EXPERT.fullmatch(name)
         if match is not None:
@@ -208,6 +225,15 @@ def _stacked(tensors: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     for name, by_index in stacks.items():
         found[name] = np.stack([by_index[index] for index in sorted(by_index)])
     return found
+
+
+def _as_qwen(name: str) -> str:
+    """Mixtral's names of experts as all others spell them."""
+    match = _MIXTRAL.fullmatch(name)
+    if match is None:
+        return name
+    part = f".{_MIXTRAL_PARTS[match[3]]}" if match[3] else ""
+    return f"{match[1]}.mlp.{match[2]}{part}.weight"
 
 
 def _gpt_oss_experts(tensors: dict[str, Any]) -> dict[str, Any]:

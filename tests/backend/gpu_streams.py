@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +20,8 @@ from llmd.backend.runner.gpu_layer_map import layer_map
 from llmd.backend.runner.gpu_model import GpuDecoder
 from llmd.backend.runner.gpu_open import BLOCK_SIZE
 from llmd.backend.runner.gpu_runner import GpuRunner
+from llmd.backend.text.grammar import Format, GrammarCompiler
+from llmd.backend.text.tokenizer import Tokenizer
 
 TORCH = Choice("torch", "the test says so")
 TRITON = Choice("triton", "the test says so")
@@ -69,6 +74,29 @@ def requests(
             )
         )
     return made
+
+
+FORMS: list[Format] = [{"regex": "(ab|cd){2}[0-9]"}, {"enum": ["red", "green", 7]}]
+
+
+def formed(tokenizer: Tokenizer, count: int = 4) -> list[EngineRequest]:
+    """As `requests`, for a model of this vocabulary: two of them owe a form, warm as they are."""
+    compiler = GrammarCompiler(tokenizer)
+    made = []
+    for index, request in enumerate(requests(count, 12, (17, 2, 5, 33))):
+        form = compiler.compile(FORMS[index % 2]) if index < 2 else None
+        warm = SamplingParams(temperature=1.0)
+        stop_ids = frozenset(tokenizer.eos_ids) if form is not None else frozenset[int]()
+        made.append(replace(request, sampling=warm, grammar=form, stop_ids=stop_ids))
+    return made
+
+
+def assert_formed(tokenizer: Tokenizer, streams: dict[str, tuple[int, ...]]) -> None:
+    """The two answers are of their forms, to the end."""
+    assert all(streams[name][-1] in tokenizer.eos_ids for name in ("0", "1"))
+    regex, choice = (tokenizer.decode([*streams[name][:-1]]) for name in ("0", "1"))
+    assert re.fullmatch("(ab|cd){2}[0-9]", regex), regex
+    assert json.loads(choice) in ("red", "green", 7), choice
 
 
 def run(

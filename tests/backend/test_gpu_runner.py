@@ -20,8 +20,9 @@ from llmd.backend.runner.gpu_inputs import FEED_BACK, Piece, RowState, StepTenso
 from llmd.backend.runner.gpu_layer_map import layer_map
 from llmd.backend.runner.model_runner import ModelRunner
 
-from .gpu_streams import make_engine, make_runner, requests, run
+from .gpu_streams import assert_formed, formed, make_engine, make_runner, requests, run
 from .tiny_checkpoint import TinyCheckpoint
+from .vocabularies import byte_level
 
 CPU = torch.device("cpu")
 
@@ -286,3 +287,55 @@ def test_unusable_logits_end_their_sequence_alone(checkpoint: TinyCheckpoint) ->
             if output.finish_reason:
                 ended[output.id] = output.error or output.finish_reason
     assert ended == {"0": "length", "1": "the model's logits are not finite for this sequence"}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_forms_hold_and_are_those_of_the_cpu(depth: int, is_captured: bool) -> None:
+    """Real grammars beside free text, in chunks, one of them preempted while it is half done."""
+    tokenizer = byte_level()
+    checkpoint = TinyCheckpoint(vocab_size=tokenizer.vocab_size)
+    load = Load(name="tiny", digest="", files=[], dtype="float32", kv_budget_bytes=2**20)
+    cpu = ModelRunner(checkpoint, load, lambda share, stage: None)
+    config = SchedulerConfig(num_blocks=cpu.num_blocks, block_size=cpu.block_size)
+    expected = run(Engine(Scheduler(config), cpu), formed(tokenizer))
+
+    def preempt(engine: Engine, step: int) -> None:
+        if step in (5, 8):
+            engine.force_preempt("0")
+            engine.force_preempt("1")
+
+    runner = make_runner(checkpoint, capture=rerun if is_captured else None)
+    engine = make_engine(runner, prefill_chunk=9, depth=depth)
+    streams = run(engine, formed(tokenizer), preempt)
+    assert_formed(tokenizer, streams)
+    assert streams == expected
+    assert engine.stats().preemptions > 0
+
+
+def test_a_form_that_breaks_ends_its_own_sequence() -> None:
+    """The others of the batch go on, and nothing that is no form is said."""
+
+    class Broken:
+        def matcher(self) -> Broken:
+            return self
+
+        def mask(self, words: NDArray[np.int32]) -> None:
+            raise RuntimeError("the grammar has no way on")
+
+        def accept(self, token_ids: Sequence[int]) -> None:
+            pass
+
+    free, broken = requests(2)
+    engine = make_engine(make_runner(TinyCheckpoint()))
+    engine.add(free)
+    engine.add(replace(broken, grammar=Broken()))
+    said: dict[str, int] = {}
+    errors: dict[str, str] = {}
+    while engine.has_work:
+        for output in engine.step():
+            said[output.id] = said.get(output.id, 0) + len(output.token_ids)
+            if output.error:
+                errors[output.id] = output.error
+    assert errors == {"1": "the grammar has no way on"}
+    assert said == {"0": free.max_tokens, "1": 0}

@@ -24,11 +24,17 @@ class TinyCheckpoint:
     metadata: Mapping[str, Any] = {}
 
     def __init__(
-        self, *, qk_norm: bool = False, bits: int = 0, layers: int = 2, variant: str = ""
+        self,
+        *,
+        qk_norm: bool = False,
+        bits: int = 0,
+        layers: int = 2,
+        variant: str = "",
+        vocab_size: int = 97,
     ) -> None:
         raw = {
             "model_type": "qwen3" if qk_norm else "llama",
-            "vocab_size": 97,
+            "vocab_size": vocab_size,
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": layers,

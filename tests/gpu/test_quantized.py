@@ -85,7 +85,8 @@ def test_awq_gptq_and_compressed_tensors_survive_packing() -> None:
     assert torch.equal(packed.dequantize(symmetric), (q - 8) * spread)
 
 
-SHAPES = [(1, 40, 1088), (3, 33, 96), (40, 70, 192)]  # few rows in parts, ragged, many rows
+# few rows in two parts, ragged, many rows
+SHAPES = [(1, 40 if IS_FULL else 24, 1088), (3, 33, 96), (40, 70, 192)]
 
 
 def shape_for(type_name: str, rows: int, outputs: int, columns: int) -> tuple[int, int, int]:
@@ -124,7 +125,7 @@ def test_quantised_products_in_bfloat16() -> None:
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others_in_a_product() -> None:
-    weight = repack.from_gguf(gguf_blocks("Q4_1", 48, 1088)[0], "Q4_1").to(DEVICE)
+    weight = repack.from_gguf(gguf_blocks("Q4_1", 24, 1088)[0], "Q4_1").to(DEVICE)
     x = randn(16, 1088, seed=1)
     together = matmul.quantized_matmul(x, weight)
     assert torch.equal(matmul.quantized_matmul(x[5:6], weight)[0], together[5])

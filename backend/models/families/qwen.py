@@ -70,6 +70,8 @@ def from_gguf(metadata: Mapping[str, Any], names: gguf.TensorNames) -> ModelConf
     experts = None
     if meta.optional("expert_count"):
         experts = gguf.experts_of(meta, renormalise=not is_second, has_shared_gate=is_second)
+        if is_second and not experts.shared_size:  # files of 2024 do not tell: llama.cpp's default
+            experts = replace(experts, shared_size=int(meta.value("feed_forward_length")))
         layer = replace(layer, has_experts=True)
     layers = [layer] * int(meta.value("block_count"))
     config = gguf.base_config(meta, QWEN2 if is_second else QWEN3, names, layers)
