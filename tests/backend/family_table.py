@@ -35,8 +35,8 @@ and a sequence that was preempted, are read from the start.
 
 Which decoder runs a model is in the field `kernels` of its details (`llmd show -v`): `compiled`, or
 `torch` with the reason. On x86-64 CPUs the compiled program runs all of these but mixtures of
-experts, gpt-oss, Gemma 4, Ministral 3 and what has layers with a state; its logits are compared with
-torch's in `tests/backend/test_compiled_decoder.py`.
+experts, gpt-oss, Gemma 4, Ministral 3 and what has layers with a state; its logits are compared
+with torch's in `tests/backend/test_compiled_decoder.py`.
 
 RoPE of the kind `dynamic` stretches a text that outgrows the trained length. Here no text does, so
 it equals plain RoPE. `longrope` has two sets of frequencies; the served context length decides for
