@@ -15,7 +15,7 @@ from typing import Any
 from .errors import BadModelFile, Unsupported
 from .formats import gguf, safetensors
 from .formats.errors import FormatError
-from .formats.quantization import method_of
+from .formats.quantization import method_of, num_weights
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
@@ -158,7 +158,7 @@ def _inspect_safetensors(
         format="safetensors",
         architecture=str(named),
         family=model_type or str(named),
-        parameter_count=sum(header.num_parameters for header in headers),
+        parameter_count=sum(num_weights(config, header.tensors) for header in headers),
         quantization=_safetensors_quantization(config, text, headers),
         context_length=_count(text.get("max_position_embeddings")),
         embedding_length=_count(text.get("hidden_size")),

@@ -12,10 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmd.backend.models.quantized import layout_of
+from llmd.registry.build import inspect_fetched
 from llmd.registry.create import CreateRequest, create
 from llmd.registry.errors import Unsupported
+from llmd.registry.formats import safetensors
+from llmd.registry.formats.quantization import num_weights
 from llmd.registry.manifest import Manifest
 from llmd.registry.names import ModelName
+from llmd.registry.sources.base import Fetched
 from llmd.registry.store import ModelStore
 
 from . import model_makers as make
@@ -96,6 +100,9 @@ def test_the_worker_reads_nearly_the_same_weights(tmp_path: Path, folder: Path, 
     store = ModelStore(tmp_path / "models")
     manifest = made_at(store, folder, level)
     assert manifest.quantization == ("MLX 8-bit" if level == "Q8_0" else "MLX 4-bit")
+    plain = create(store, CreateRequest(ModelName.parse("plain"), str(folder)))
+    again = inspect_fetched(store, Fetched(manifest.files, "a test"))
+    assert again.parameter_count == manifest.parameter_count == plain.parameter_count
     assert not any("index" in file.name or "0000" in file.name for file in manifest.files)
     back, layout = read_back(store, manifest)
     wanted = originals(folder)
@@ -143,3 +150,32 @@ def test_what_is_quantized_already_is_refused(tmp_path: Path, folder: Path) -> N
     again = CreateRequest(ModelName.parse("again"), "small", quantize="Q4_0")
     with pytest.raises(Unsupported, match="small:latest is quantized already, by mlx"):
         create(store, again)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "count"),
+    [
+        ({}, {"a.weight": ("BF16", [4, 8], 64), "a.bias": ("BF16", [4], 8)}, 36),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            {"a.qweight": ("I32", [1, 4], 16), "a.qzeros": ("I32", [1, 1], 4)},
+            32,
+        ),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            {"x_blocks": ("U8", [1, 4, 16], 64), "x_scales": ("U8", [1, 4], 4)},
+            128,
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"a.weight": ("F8_E4M3", [4, 8], 32), "a.weight_scale_inv": ("F32", [1, 1], 4)},
+            32,
+        ),
+    ],
+)
+def test_packed_weights_are_counted_as_the_weights_they_are(
+    tmp_path: Path, settings: dict[str, Any], tensors: Any, count: int
+) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(make.safetensors_bytes(tensors))
+    assert num_weights(settings, safetensors.read_header(path).tensors) == count
