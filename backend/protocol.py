@@ -21,7 +21,8 @@ ids so far and the seed, the daemon can hand an interrupted stream to a fresh wo
 output_ids`), which goes on at the exact token.
 
 msgspec structs, not dataclasses: they are frozen values too, and msgspec checks the types of a line
-while decoding it, at a tenth of the cost. Nothing here knows torch, asyncio or a file.
+while decoding it, at a tenth of the cost. None can be in a cycle (what comes from JSON is a tree), so
+the collector need not see them: `gc=False`. Nothing here knows torch, asyncio or a file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ProtocolError(Exception):
     """A line is not a message of this protocol. The text says what was wrong with it."""
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, gc=False, tag_field="type", omit_defaults=True):
     """Base of all messages; the tag is the class's name."""
 
 
@@ -99,7 +100,7 @@ class Load(Message, frozen=True):
     prefill_chunk: int = 0  # cap on one sequence's tokens in one step; 0: off. Used by tests
     num_threads: int = 0  # 0: the physical cores this process may use
     template: str | None = None  # Jinja text that replaces the model's own
-    cache_dir: str = ""  # for derived files: tokenizer.json, packed weights, saved prefixes
+    cache_dir: str = ""  # for derived files: merges of the tokenizer, saved prefixes
     prefix_budget_bytes: int = 0  # how much of the prefix cache may be kept there at unload
 
 
@@ -201,7 +202,7 @@ class Ready(Message, frozen=True):
     details: dict[str, Any] = {}  # for `show --verbose` and the log: kernels, formats, threads
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Natural log of the softmax over the unmodified logits."""
 
     token_id: int
@@ -211,7 +212,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     top: list[TokenLogprob] = []
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """One complete call."""
 
     id: str  # "call_" and 8 of [a-z0-9]
@@ -219,7 +220,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
 
 
-class Finished(msgspec.Struct, frozen=True, omit_defaults=True):
+class Finished(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Why and with what figures a sequence ended. Durations in seconds."""
 
     reason: str  # one of FINISH_REASONS
@@ -234,7 +235,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""  # with reason "error"
 
 
-class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+class Delta(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one step added to one sequence. Text holds whole code points only.
 
     `token_ids` are the ids *released* with this text: decode(all ids so far) starts with all text

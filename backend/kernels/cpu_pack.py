@@ -27,6 +27,7 @@ from torch import Tensor
 STRIP = 8
 BLOCK = 32
 COLUMNS = 32  # outputs that lie together in 16 bits
+BLOCK_BYTES = {4: 160, 8: 272}
 MAX_ROUNDING_ERROR = 0.008  # normally distributed weights lose 0.005
 
 
@@ -49,60 +50,111 @@ def fits(num_outputs: int, num_inputs: int) -> bool:
     return num_outputs % STRIP == 0 and num_inputs % BLOCK == 0
 
 
-def pack_8bit(weight: Tensor) -> PackedMatrix:
-    """weight [N, K] float. Each 32 inputs of an output share a scale: largest magnitude / 127."""
-    return pack_8bit_measured(weight)[0]
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding to 8 bit is expected to cost: squares of norms, which add up over pieces."""
+
+    scale_squares: float = 0.0
+    weight_squares: float = 0.0
+
+    def __add__(self, other: Rounding) -> Rounding:
+        return Rounding(
+            self.scale_squares + other.scale_squares, self.weight_squares + other.weight_squares
+        )
+
+    @property
+    def error(self) -> float:
+        """The rounding error's norm by the weights' norm.
+
+        Rounding to whole numbers leaves a variance of 1/12: the scales alone tell the error.
+        """
+        if self.weight_squares <= 0:
+            return 0.0
+        return math.sqrt(self.scale_squares * BLOCK / 12 / self.weight_squares)
 
 
-def pack_8bit_measured(weight: Tensor) -> tuple[PackedMatrix, float]:
-    """The packed matrix, and the rounding error's norm by the weights' norm, to be expected.
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Rounding]:
+    """weight [N, K] float32: int8 [N, K / 32, 32], float16 scales [N, K / 32], and the cost.
 
-    Rounding to whole numbers leaves a variance of 1/12: the scales alone tell the error.
+    Each 32 inputs of an output share a scale: their largest magnitude / 127.
     """
     n, k = weight.shape
-    blocks = weight.float().view(n, k // BLOCK, BLOCK)
-    scale = (blocks.abs().amax(-1) / 127).half()
-    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    blocks = weight.view(n, k // BLOCK, BLOCK)
+    scale = (torch.linalg.vector_norm(blocks, torch.inf, dim=-1) / 127).half()
+    wide = scale.float()
+    inverse = torch.where(scale > 0, 1 / wide, 0.0)
     quants = (blocks * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
-    norm = weight.float().norm().item()
-    error = scale.float().norm().item() * math.sqrt(BLOCK / 12) / norm if norm > 0 else 0.0
-    return join_8bit(quants, scale), error
+    return quants, scale, Rounding(_squares(wide), _squares(weight))
+
+
+def _squares(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values).item()) ** 2
+
+
+def pack_8bit(weight: Tensor) -> PackedMatrix:
+    """weight [N, K] float, rounded."""
+    quants, scale, _ = rounded(weight.float())
+    return join_8bit(quants, scale)
 
 
 def pack_16bit(weight: Tensor) -> PackedMatrix:
     """weight [N, K] float, N a multiple of 32: bfloat16, nothing else lost."""
     n, k = weight.shape
-    columns = weight.bfloat16().view(n // COLUMNS, COLUMNS, k).transpose(1, 2).contiguous()
-    return PackedMatrix(_aligned(columns.view(torch.uint8)).view(-1), 16, n, k)
+    columns = weight.bfloat16().view(n // COLUMNS, COLUMNS, k).transpose(1, 2)
+    flat, shaped = _aligned_empty((n // COLUMNS, k, 2 * COLUMNS))
+    shaped.view(torch.bfloat16).copy_(columns)
+    return PackedMatrix(flat, 16, n, k)
 
 
-def join_8bit(quants: Tensor, scale: Tensor) -> PackedMatrix:
-    """quants int8 [N, K / 32, 32], scale float16 [N, K / 32]."""
+def empty(bits: int, num_outputs: int, num_inputs: int) -> PackedMatrix:
+    """A matrix of 4 or 8 bit that is still to be written, strip by strip."""
+    num_blocks = num_inputs // BLOCK
+    flat, _ = _aligned_empty((num_outputs // STRIP, num_blocks, BLOCK_BYTES[bits]))
+    return PackedMatrix(flat, bits, num_outputs, num_inputs)
+
+
+def strips(matrix: PackedMatrix, begin: int, end: int) -> Tensor:
+    """The bytes of these outputs, whole strips: uint8 [strips, K / 32, bytes of a block]."""
+    num_blocks = matrix.num_inputs // BLOCK
+    shaped = matrix.data.view(-1, num_blocks, BLOCK_BYTES[matrix.bits])
+    return shaped[begin // STRIP : end // STRIP]
+
+
+def write_8bit(out: Tensor, quants: Tensor, scale: Tensor) -> None:
+    """quants int8 [N, K / 32, 32], scale float16 [N, K / 32], into `strips` of a matrix."""
     n, num_blocks, _ = quants.shape
-    strips = quants.view(n // STRIP, STRIP, num_blocks, BLOCK // 2, 2).permute(0, 2, 3, 1, 4)
-    data = torch.cat(
-        (
-            strips.reshape(n // STRIP, num_blocks, STRIP * BLOCK).view(torch.uint8),
-            _by_strip(scale),
-        ),
-        dim=-1,
-    )
-    return PackedMatrix(_aligned(data), 8, n, num_blocks * BLOCK)
+    pairs = quants.contiguous().view(torch.int16).view(n // STRIP, STRIP, num_blocks, BLOCK // 2)
+    in_order = pairs.permute(0, 2, 3, 1).contiguous()
+    out[..., : STRIP * BLOCK] = in_order.view(torch.uint8).view(n // STRIP, num_blocks, -1)
+    out[..., STRIP * BLOCK :] = _by_strip(scale)
 
 
-def join_4bit(quants: Tensor, scale: Tensor, offset: Tensor) -> PackedMatrix:
+def write_4bit(out: Tensor, quants: Tensor, scale: Tensor, offset: Tensor) -> None:
     """quants uint8 [N, K / 32, 32] of 0..15, scale and offset float16 [N, K / 32]."""
     n, num_blocks, _ = quants.shape
     # Four inputs are one word of 32 bits: no value of 0..15 shifted by 4 leaves its byte.
     words = quants.contiguous().view(torch.int32).view(n // STRIP, STRIP, num_blocks, 4, 2)
     nibbles = (words[..., 0] | (words[..., 1] << 4)).permute(0, 2, 3, 1).contiguous()
-    # Written part by part: torch.cat along so short a last dimension takes three times as long.
     half = STRIP * BLOCK // 2
-    flat, data = _aligned_empty((n // STRIP, num_blocks, half + 4 * STRIP))
-    data[..., :half] = nibbles.view(torch.uint8).view(n // STRIP, num_blocks, half)
-    data[..., half : half + 2 * STRIP] = _by_strip(scale)
-    data[..., half + 2 * STRIP :] = _by_strip(offset)
-    return PackedMatrix(flat, 4, n, num_blocks * BLOCK)
+    out[..., :half] = nibbles.view(torch.uint8).view(n // STRIP, num_blocks, half)
+    out[..., half : half + 2 * STRIP] = _by_strip(scale)
+    out[..., half + 2 * STRIP :] = _by_strip(offset)
+
+
+def join_8bit(quants: Tensor, scale: Tensor) -> PackedMatrix:
+    """A whole matrix by `write_8bit`."""
+    n, num_blocks, _ = quants.shape
+    matrix = empty(8, n, num_blocks * BLOCK)
+    write_8bit(strips(matrix, 0, n), quants, scale)
+    return matrix
+
+
+def join_4bit(quants: Tensor, scale: Tensor, offset: Tensor) -> PackedMatrix:
+    """A whole matrix by `write_4bit`."""
+    n, num_blocks, _ = quants.shape
+    matrix = empty(4, n, num_blocks * BLOCK)
+    write_4bit(strips(matrix, 0, n), quants, scale, offset)
+    return matrix
 
 
 def _by_strip(values: Tensor) -> Tensor:
@@ -110,13 +162,6 @@ def _by_strip(values: Tensor) -> Tensor:
     n, num_blocks = values.shape
     strips = values.view(n // STRIP, STRIP, num_blocks).transpose(1, 2).contiguous()
     return strips.view(torch.uint8).view(n // STRIP, num_blocks, 2 * STRIP)
-
-
-def _aligned(data: Tensor) -> Tensor:
-    """A flat copy that begins at a multiple of 64."""
-    flat, shaped = _aligned_empty(data.shape)
-    shaped.copy_(data)
-    return flat
 
 
 def _aligned_empty(shape: Sequence[int]) -> tuple[Tensor, Tensor]:

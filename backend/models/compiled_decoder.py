@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..kernels import cpu_pack
 from ..kernels.cpu_launch import Launcher, why_not
-from ..kernels.cpu_pack import PackedMatrix
-from .checkpoint import Checkpoint, QuantBlocks
+from .checkpoint import Checkpoint
 from .compiled_program import ACTIVATIONS, Network, PackedLayer, PackedLinear, Program, Thin
 from .config import BadModel, LayerConfig, ModelConfig
 from .decoder import LayerCache, StepInputs
+from .packing import Packer, packing
 
 log = logging.getLogger("llmd.models")
 
@@ -84,17 +84,9 @@ class CompiledDecoder:
         self.config = config
         self.dtype = KV_DTYPE
         self._launcher = launcher
-        load = _Loader(checkpoint)
-        table = load.linear(("model.embed_tokens",), config.vocab_size, config.hidden_size, False)
-        layers = []
-        for index, layer in enumerate(config.layers):
-            layers.append(_load_layer(load, layer, index))
-            progress((index + 1) / (config.num_layers + 1))
-        head = table
-        if not config.tied_embeddings:
-            head = load.linear(("lm_head",), config.vocab_size, config.hidden_size, False)
-        norm = load.norm("model.norm")
-        self._network = Network(config, table.matrix, tuple(layers), norm, head)
+        with packing(checkpoint, launcher.max_threads) as packer:
+            load = _Loader(checkpoint, packer)
+            self._network = _load_network(load, config, progress)
         self.weights_bytes = load.size_bytes
         self.linear_layout = ", ".join(
             f"{count} × {bits} bit" for bits, count in sorted(load.matrices.items())
@@ -163,10 +155,11 @@ def _rounded_up(count: int, least: int) -> int:
 
 
 class _Loader:
-    """Takes tensors out of the checkpoint, packs them and counts their bytes."""
+    """Takes tensors out of the checkpoint, packed, and counts their bytes."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, packer: Packer) -> None:
         self._checkpoint = checkpoint
+        self._packer = packer
         self.size_bytes = 0
         self.matrices: dict[int, int] = {}  # bits: how many
 
@@ -179,7 +172,7 @@ class _Loader:
         self, names: tuple[str, ...], num_outputs: int, num_inputs: int, has_bias: bool
     ) -> PackedLinear:
         """Several matrices that read the same rows, as one."""
-        matrix = self._pack([f"{name}.weight" for name in names])
+        matrix = self._packer.matrix([f"{name}.weight" for name in names])
         found = (matrix.num_outputs, matrix.num_inputs)
         if found != (num_outputs, num_inputs):
             raise BadModel(f"{names[0]} has shape {found}, {(num_outputs, num_inputs)} expected")
@@ -192,26 +185,17 @@ class _Loader:
         self.matrices[matrix.bits] = self.matrices.get(matrix.bits, 0) + 1
         return PackedLinear(matrix, bias)
 
-    def _pack(self, names: list[str]) -> PackedMatrix:
-        blocks = [self._checkpoint.blocks(name) for name in names]
-        exact = [part for part in blocks if part is not None]
-        if len(exact) == len(names) and len({part.bits for part in exact}) == 1:
-            return _join(exact)
-        weight = torch.cat([self._checkpoint.tensor(name, torch.float32) for name in names])
-        packed, error = cpu_pack.pack_8bit_measured(weight)
-        if error <= cpu_pack.MAX_ROUNDING_ERROR or len(weight) % cpu_pack.COLUMNS:
-            return packed
-        log.warning("%s stays in 16 bits: 8 would be off by %.2f %%", names[0], 100 * error)
-        return cpu_pack.pack_16bit(weight)
 
-
-def _join(parts: list[QuantBlocks]) -> PackedMatrix:
-    quants = torch.cat([part.quants for part in parts])
-    scale = torch.cat([part.scale for part in parts])
-    if parts[0].offset is None:
-        return cpu_pack.join_8bit(quants, scale)
-    offsets = [part.offset for part in parts if part.offset is not None]
-    return cpu_pack.join_4bit(quants, scale, torch.cat(offsets))
+def _load_network(load: _Loader, config: ModelConfig, progress: Callable[[float], None]) -> Network:
+    table = load.linear(("model.embed_tokens",), config.vocab_size, config.hidden_size, False)
+    layers = []
+    for index, layer in enumerate(config.layers):
+        layers.append(_load_layer(load, layer, index))
+        progress((index + 1) / (config.num_layers + 1))
+    head = table
+    if not config.tied_embeddings:
+        head = load.linear(("lm_head",), config.vocab_size, config.hidden_size, False)
+    return Network(config, table.matrix, tuple(layers), load.norm("model.norm"), head)
 
 
 def _load_layer(load: _Loader, layer: LayerConfig, index: int) -> PackedLayer:

@@ -322,3 +322,10 @@ _INTEGERS: dict[str, Callable[[Tensor], QuantBlocks]] = {
     "MXFP4": _integers_mxfp4,
 }
 INTEGER_TYPES = tuple(_INTEGERS)  # computed with as they are stored; others are rounded to 8 bit
+
+
+def integer_bits(type: str) -> int:
+    """Of the integers that `quant_blocks` finds in this type; 0 if it finds none."""
+    if type not in _INTEGERS:
+        return 0
+    return 4 if type in ("Q4_0", "Q4_1", "Q4_K") else 8

@@ -11,7 +11,7 @@ Merges of a `llama` vocabulary: SentencePiece joins the two neighbours whose uni
 score. That is BPE with a merge for every way to cut a token into two tokens, ranked by the score of
 the whole. Gemma's stored scores are not those it was made with; there a token's place decides.
 
-Half a million merges take seconds to derive, so the result is kept as a tokenizer.json.
+Half a million merges take seconds to derive, so they are kept in a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Metadata = Mapping[str, Any]
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "▁"
 _GEMMAS_WITH_FALSE_SCORES = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma-embedding")
-_LAYOUT = "2"  # part of the cache's name: grows when the same metadata would be built differently
+_LAYOUT = "3"  # part of that file's name: grows when the same tokens would give other merges
 
 
 class TokenizerError(Exception):
@@ -55,6 +55,7 @@ class _Vocabulary:
     types: list[int]
     scores: list[float]
     merge_texts: list[str]  # as they are stored, "left right"
+    cache_dir: Path | None
 
     @property
     def merges(self) -> list[tuple[str, str]]:
@@ -72,25 +73,14 @@ class _Vocabulary:
 
 
 def load_vocabulary(metadata: Metadata, cache_dir: Path | None) -> tokenizers.Tokenizer:
-    """Built from the metadata, or read back from `cache_dir` if it was built before.
+    """Built from the metadata; what takes long to derive is kept in `cache_dir`.
 
     Raises TokenizerError if a part is missing or the kind is not supported.
     """
-    vocabulary = _read(metadata)
-    if cache_dir is None:
-        return _build(vocabulary)
-    cached = cache_dir / f"tokenizer-{_fingerprint(vocabulary)}.json"
-    if cached.exists():
-        try:
-            return tokenizers.Tokenizer.from_file(str(cached))
-        except Exception as error:  # the Rust side raises bare Exception
-            log.warning("%s is damaged and made again: %s", cached, error)
-    built = _build(vocabulary)
-    _write_atomically(cached, built.to_str())
-    return built
+    return _build(_read(metadata, cache_dir))
 
 
-def _read(metadata: Metadata) -> _Vocabulary:
+def _read(metadata: Metadata, cache_dir: Path | None) -> _Vocabulary:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not kind or not tokens:
@@ -106,7 +96,7 @@ def _read(metadata: Metadata) -> _Vocabulary:
             f"{len(scores)} scores"
         )
     merges = list(metadata.get("tokenizer.ggml.merges") or ())
-    return _Vocabulary(metadata, kind, list(tokens), types, scores, merges)
+    return _Vocabulary(metadata, kind, list(tokens), types, scores, merges, cache_dir)
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -123,10 +113,15 @@ def _build(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # the Rust side raises bare Exception over an inconsistent table
         raise TokenizerError(f"the tokenizer tables are inconsistent: {error}") from error
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind in (CONTROL, USER_DEFINED) and token:
-            added = AddedToken(token, special=kind == CONTROL, normalized=False)
-            (built.add_special_tokens if kind == CONTROL else built.add_tokens)([added])
+    # All at once: each call makes the automaton anew that looks for them, Gemma has six thousand.
+    for wanted, add in ((CONTROL, built.add_special_tokens), (USER_DEFINED, built.add_tokens)):
+        add(
+            [
+                AddedToken(token, special=kind == CONTROL, normalized=False)
+                for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+                if kind == wanted and token
+            ]
+        )
     return built
 
 
@@ -154,7 +149,10 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         if architecture in _GEMMAS_WITH_FALSE_SCORES
         else [-score for score in vocabulary.scores]
     )
-    merges = vocabulary.merges or derive_merges(tokens, ranks)
+    merges = vocabulary.merges
+    if not merges:
+        folder = vocabulary.cache_dir
+        merges = derive_merges(tokens, ranks) if not folder else _kept_merges(tokens, ranks, folder)
     has_prefix = bool(vocabulary.value("add_space_prefix", True))
     return _spaced_bpe(vocabulary, tokens, merges, has_prefix)
 
@@ -251,28 +249,48 @@ def _respaced(token: str) -> str:
     return token.replace(" ", _SPACE)
 
 
-def _fingerprint(vocabulary: _Vocabulary) -> str:
-    digest = hashlib.blake2b(digest_size=12)
-    flags = [
-        _LAYOUT,
-        vocabulary.kind,
-        str(vocabulary.metadata.get("general.architecture")),
-        *(str(vocabulary.value(key)) for key in ("pre", "add_space_prefix", "unknown_token_id")),
-    ]
-    for texts in (flags, vocabulary.tokens, vocabulary.merge_texts):
-        digest.update("\0".join(texts).encode("utf-8", "surrogatepass"))
-        digest.update(b"\0\0")
-    digest.update(array("B", vocabulary.types).tobytes())
-    digest.update(array("f", vocabulary.scores).tobytes())
-    return digest.hexdigest()
+def _kept_merges(
+    tokens: Sequence[str], ranks: Sequence[float], folder: Path
+) -> list[tuple[str, str]]:
+    """As `derive_merges`, from a file of `folder` if they were derived before.
+
+    The file is named by what it was derived from: a checksum, then two token ids for each merge.
+    """
+    derived_from = hashlib.blake2b(_LAYOUT.encode(), digest_size=12)
+    derived_from.update("\0".join(tokens).encode("utf-8", "surrogatepass"))
+    derived_from.update(array("d", ranks).tobytes())
+    path = folder / f"merges-{derived_from.hexdigest()}.bin"
+    kept = _read_ids(path, len(tokens))
+    if kept is not None:
+        ids = iter(kept)
+        return [(tokens[left], tokens[right]) for left, right in zip(ids, ids, strict=True)]
+    merges = derive_merges(tokens, ranks)
+    id_of = _ids(tokens)
+    numbers = array("i", [id_of[token] for merge in merges for token in merge]).tobytes()
+    _write_atomically(path, hashlib.blake2b(numbers).digest() + numbers)
+    return merges
 
 
-def _write_atomically(target: Path, text: str) -> None:
+def _read_ids(path: Path, vocab_size: int) -> array[int] | None:
+    """None if the file is not there, or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.blake2b().digest_size
+    checksum, numbers = content[:size], content[size:]
+    if hashlib.blake2b(numbers).digest() != checksum:
+        log.warning("%s is damaged and made again", path)
+        return None
+    return array("i", numbers)
+
+
+def _write_atomically(target: Path, content: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(target)

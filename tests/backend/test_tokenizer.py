@@ -143,29 +143,34 @@ def test_the_ends_of_generation_are_those_named_and_those_known() -> None:
     assert tokenizer.is_special(tokenizer.token_id("<tool_call>") or 0)
 
 
-def test_a_vocabulary_built_once_is_read_from_the_cache(tmp_path: Path) -> None:
+def test_derived_merges_are_kept_and_read_again(tmp_path: Path) -> None:
     metadata = sentence_piece_metadata()
     built = load_vocabulary(metadata, tmp_path)
-    (cached,) = tmp_path.iterdir()
-    written = cached.stat().st_mtime_ns
+    (kept,) = tmp_path.iterdir()
+    written = kept.stat().st_mtime_ns
     assert load_vocabulary(metadata, tmp_path).to_str() == built.to_str()
-    assert cached.stat().st_mtime_ns == written
-    assert list(tmp_path.iterdir()) == [cached]
+    assert load_vocabulary(metadata, None).to_str() == built.to_str()
+    assert kept.stat().st_mtime_ns == written
+    assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
+def test_damaged_merges_are_derived_again(tmp_path: Path) -> None:
     metadata = sentence_piece_metadata()
     built = load_vocabulary(metadata, tmp_path)
-    (cached,) = tmp_path.iterdir()
-    cached.write_text(cached.read_text()[:-100])
-    assert load_vocabulary(metadata, tmp_path).to_str() == built.to_str()
-    assert cached.read_text() == built.to_str()
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    for damaged in (whole[:-8], whole[:10], b"", whole[:-1] + b"?"):
+        kept.write_bytes(damaged)
+        assert load_vocabulary(metadata, tmp_path).to_str() == built.to_str()
+        assert kept.read_bytes() == whole
 
 
-def test_another_vocabulary_does_not_take_the_cached_one(tmp_path: Path) -> None:
+def test_another_vocabulary_does_not_take_the_kept_merges(tmp_path: Path) -> None:
     metadata = sentence_piece_metadata()
     load_vocabulary(metadata, tmp_path)
-    load_vocabulary({**metadata, "tokenizer.ggml.add_space_prefix": False}, tmp_path)
+    tokens = [*metadata["tokenizer.ggml.tokens"][:-1], "another"]
+    other = {**metadata, "tokenizer.ggml.tokens": tokens}
+    assert load_vocabulary(other, tmp_path).to_str() == load_vocabulary(other, None).to_str()
     assert len(list(tmp_path.iterdir())) == 2
 
 
