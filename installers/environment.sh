@@ -76,6 +76,10 @@ make_environment() {
     say "installing the other packages"
     "$environment/bin/python" -m pip install -c "$root/constraints.txt" "$@" \
         </dev/null >>"$log" 2>&1 || die_of_pip "$log"
+    say "compiling kernels for this processor"
+    # Else the first load does it.
+    "$environment/bin/python" -P -c 'from llmd.backend.kernels.cpu_launch import prepare; prepare()' \
+        </dev/null >>"$log" 2>&1 || say "they could not be compiled now; see $log"
     environment_stamp "$kind" >"$environment/llmd-ready"
     say "ready after $(($(date +%s) - began)) s"
 }

@@ -4,8 +4,8 @@ The threads are those of torch's own OpenMP runtime, asked for through `GOMP_par
 pool would fight the first one for the cores, as idle OpenMP threads spin. Where that library is not
 to be found, the calling thread works alone.
 
-Compiling takes about 3 s, once per machine and version: the object code is kept in the user's cache
-folder, under a name made of the sources and the processor, with a checksum.
+Compiling takes about 3 s, once per machine and version (`prepare`): the object code is kept in the
+user's cache folder, under a name made of the sources and the processor, with a checksum.
 """
 
 from __future__ import annotations
@@ -86,6 +86,12 @@ class Launcher:
             self._gomp(self._address, address, threads, 0)
         now = time.perf_counter()
         self._threads.observe(now - began, time.process_time() - busy, now)
+
+
+def prepare() -> None:
+    """What the first load would compile is compiled now: the installation calls this."""
+    if not why_not():
+        _object_code()
 
 
 def _object_code() -> bytes:
