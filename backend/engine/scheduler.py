@@ -50,6 +50,7 @@ from .tables import BlockTables
 MAX_IN_FLIGHT = 2  # batches: one runs, one is planned ahead
 HEADROOM_STEPS = 64  # admission leaves room for the growth of what runs, this many steps ahead
 HEADROOM_SHARE = 0.1  # ... but at most this share of the pool
+TURN_STEPS = 2  # of the crowd's: as long may a turn be of who has next to nothing in hand
 CROWD = 8  # times what a client has in hand, in another's: then its prompt has turns of its own
 
 
@@ -232,7 +233,7 @@ class Scheduler:
             self._admit_waiting(plan)
 
     def _plan_turn(self, running: list[Sequence], plan: Plan) -> bool:
-        """A step for the prompt of a client who has next to nothing in hand, as long as one of the
+        """A step for the prompt of a client who has next to nothing in hand, as long as some of the
         crowd's. False, and the plan as it was, if there is no such client or its prompt must wait.
         """
         ratio = self.config.max_gap_ratio
@@ -243,7 +244,7 @@ class Scheduler:
         num_decodes = sum(sequence.num_left == 1 for sequence in running)
         limit = self._step_time.max_prompt_tokens(num_decodes, ratio)
         if limit is not None:
-            plan.budget = min(plan.budget, int(limit * ratio / (ratio - 1)))
+            plan.budget = min(plan.budget, int(TURN_STEPS * limit * ratio / (ratio - 1)))
         if guest.status is Status.RUNNING:
             self._plan_running(guest, plan, 0)
         else:
