@@ -86,6 +86,7 @@ def test_memory_follows_the_tokens_and_comes_back(daemon: Daemon, stored: tuple[
     ended = time.monotonic()
     wait_until(lambda: resident_bytes(daemon) <= 1.05 * before, "memory to come back", 30)
     took_s = time.monotonic() - ended
+    print(f"weights {weights}, at rest {before}, {num_chats} chats {most}, back in {took_s:.1f} s")
     assert took_s < GIVEN_BACK_S * slowness()
     assert daemon.workers()[0].pid == pid
 
