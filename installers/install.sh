@@ -12,8 +12,14 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 . "$root/installers/environment.sh"
 
 case $(uname -s) in
-    Darwin) data="$HOME/Library/Application Support/llmd" ;;
-    *) data="${XDG_DATA_HOME:-$HOME/.local/share}/llmd" ;;
+    Darwin)
+        data="$HOME/Library/Application Support/llmd"
+        cache="$HOME/Library/Caches/llmd"
+        ;;
+    *)
+        data="${XDG_DATA_HOME:-$HOME/.local/share}/llmd"
+        cache="${XDG_CACHE_HOME:-$HOME/.cache}/llmd"
+        ;;
 esac
 environment_folder="$data/environment"
 log_file="$data/install.log"
@@ -52,7 +58,7 @@ describe_install() {
 }
 
 describe_uninstall() {
-    say "would remove $environment_folder and $link"
+    say "would stop the daemon and remove $environment_folder, $cache and $link"
 }
 
 install() {
@@ -84,8 +90,10 @@ is_ours() {
 }
 
 uninstall() {
+    # A daemon that runs on would hold its models and have no code any more.
+    "$environment_folder/bin/llmd" stop </dev/null >/dev/null 2>&1 || true
     if is_ours; then rm -f "$link"; fi
-    rm -rf "$environment_folder" "$log_file"
+    rm -rf "$environment_folder" "$log_file" "$cache"
     if [ -d "$data/models" ]; then
         say "removed; your models are still in $data/models"
     else

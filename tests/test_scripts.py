@@ -179,3 +179,24 @@ def test_the_installer_removes_only_its_own_link(tmp_path: Path) -> None:
         check=True,
     )
     assert theirs.read_text() == "another program"
+
+
+def test_uninstalling_ends_the_daemon_and_leaves_the_models(tmp_path: Path) -> None:
+    data, cache = tmp_path / ".local/share/llmd", tmp_path / ".cache/llmd"
+    models, program = data / "models", data / "environment/bin/llmd"
+    for folder in (models, program.parent, cache, tmp_path / ".local/bin"):
+        folder.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/called"\n')
+    program.chmod(0o755)
+    link = tmp_path / ".local/bin/llmd"
+    link.symlink_to(program)
+    subprocess.run(
+        [ROOT / "installers/install.sh", "--uninstall"],
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert (tmp_path / "called").read_text() == "stop\n"
+    assert models.is_dir()
+    assert not any(path.exists() for path in (link, program, cache))
