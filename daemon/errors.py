@@ -114,6 +114,10 @@ class LoadFailed(DaemonError):
     """The worker could not load the model. The text is its own reason."""
 
 
+class DiedInLoad(LoadFailed):
+    """The worker ended before it could say why. The text ends with the last lines of its log."""
+
+
 class WorkerDied(DaemonError):
     """The worker ended while it was answering. The text ends with the last lines of its log."""
 

@@ -44,7 +44,7 @@ from ..registry.store import ModelStore
 from .bell import Bell
 from .devices import Device, Inventory
 from .entry import Entry, weights_bytes
-from .errors import NoMemory, ServerBusy, ShuttingDown
+from .errors import DiedInLoad, NoMemory, ServerBusy, ShuttingDown
 from .holdoff import HoldOff
 from .keepalive import KeepAlive
 from .lease import Lease
@@ -312,6 +312,8 @@ class ModelManager:
             worker = await self._spawn(load, entry.tell)
         except Exception as error:
             self._note(entry, "failed", str(error))
+            if isinstance(error, DiedInLoad):  # not in words: the next one may well die too
+                self._hold_off.died(entry.manifest.digest, self._clock(), str(error))
             raise
         if entry.is_leaving:  # cancelled in the moment in which it was ready
             await worker.kill()

@@ -53,7 +53,7 @@ from ..backend.protocol import (
     Tokenize,
     Tokenized,
 )
-from .errors import DaemonError, LoadFailed, NoMemory, RequestFailed, WorkerDied
+from .errors import DaemonError, DiedInLoad, LoadFailed, NoMemory, RequestFailed, WorkerDied
 
 log = logging.getLogger("llmd.worker_process")
 
@@ -351,7 +351,7 @@ class WorkerProcess:
             if not mailbox.is_over:
                 mailbox.put(death)
         if not self._is_loaded.done():
-            self._is_loaded.set_exception(self._failure or LoadFailed(str(death)))
+            self._is_loaded.set_exception(self._failure or DiedInLoad(str(death)))
             self._is_loaded.exception()  # seen: whoever waits gets it, and maybe nobody does
         self._died.set()
 

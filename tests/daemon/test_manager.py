@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmd.daemon.devices import Device, Inventory
-from llmd.daemon.errors import LoadFailed, NoMemory, ServerBusy
+from llmd.daemon.errors import DiedInLoad, LoadFailed, NoMemory, ServerBusy
 from llmd.daemon.holdoff import FIRST_S, HoldOff
 from llmd.daemon.manager import PATIENCE_S, ModelManager
 from llmd.daemon.settings import Settings
@@ -373,6 +374,27 @@ def test_a_model_that_keeps_dying_is_held_off_and_others_are_not(tmp_path: Path)
         await asyncio.sleep(FIRST_S)
         assert await stage.use("a") == 2.0
         assert [entry.event for entry in stage.manager.history()].count("died") == 3
+        await stage.close()
+
+    run_virtually(work)
+
+
+def test_a_model_whose_loads_die_is_held_off_and_one_that_says_why_is_not(tmp_path: Path) -> None:
+    async def work() -> None:
+        stage = VirtualStage(tmp_path, SIZES)
+        for failure in (LoadFailed("no such tensor"), DiedInLoad("ended (signal 9)")):
+            stage.spawner.failure = failure
+            for _ in range(3):
+                with pytest.raises(LoadFailed, match=re.escape(str(failure))):
+                    await stage.use("a")
+        assert len(stage.loads) == 6
+        with pytest.raises(LoadFailed, match=r"died 3 times in a row .* 5 s; the last time: ended"):
+            await stage.use("a")
+        assert len(stage.loads) == 6, "and nothing was started"
+        stage.spawner.failure = None
+        assert await stage.use("b") == 2.0
+        await asyncio.sleep(FIRST_S)
+        assert await stage.use("a") == 2.0
         await stage.close()
 
     run_virtually(work)

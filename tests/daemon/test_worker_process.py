@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llmd.backend.protocol import Delta, Embed, Generate, Load, SamplingParams, Started
-from llmd.daemon.errors import LoadFailed, NoMemory, WorkerDied
+from llmd.daemon.errors import DiedInLoad, LoadFailed, NoMemory, WorkerDied
 from llmd.daemon.lease import Lease
 from llmd.daemon.worker_process import WorkerProcess
 from llmd.registry.names import ModelName
@@ -253,7 +253,7 @@ def _failing(command: Awaitable[WorkerProcess]) -> None:
     [
         ({"fail": ["bad_model", "no tensor x"]}, LoadFailed, "^no tensor x$"),
         ({"fail": ["no_memory", "8 GB wanted, 4 GB there"]}, NoMemory, "8 GB wanted"),
-        ({"die_in_load": "a bus error"}, LoadFailed, "exit code 3.*a bus error"),
+        ({"die_in_load": "a bus error"}, DiedInLoad, "exit code 3.*a bus error"),
     ],
 )
 def test_a_failed_load_says_why(
