@@ -26,6 +26,11 @@ TOO_LONG = (
 )
 
 
+BARE = (
+    "{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.content }}{% endfor %}"
+)
+
+
 class RequestRefused(Exception):
     """This request cannot be served; the worker goes on. `code` is one of protocol.Failed's."""
 
@@ -66,6 +71,7 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self.template = template
         self.context_length = context_length
+        self._bare = ChatTemplate(BARE, tokenizer.special_tokens, tokenizer.control_tokens)
         self._infill = infill_marks(tokenizer)
         self._planner = AnswerPlanner(tokenizer, architecture)
 
@@ -116,13 +122,16 @@ class PromptBuilder:
         template: ChatTemplate | None,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """The conversation as text, ready for the model's turn."""
+        """The conversation as text, ready for the model's turn.
+
+        Without a template, as base models are: the words alone, to be gone on with.
+        """
         if template is None:
-            raise RequestRefused(
-                "unsupported",
-                "this model has no chat template; use /api/generate with raw, or create a model "
-                "with a TEMPLATE",
-            )
+            if tools:
+                raise RequestRefused(
+                    "unsupported", "this model has no chat template, and so no place for tools"
+                )
+            template = self._bare
         # A conversation that ends in the assistant's words is to be continued, not answered.
         continues = bool(messages) and messages[-1].get("role") == "assistant"
         try:

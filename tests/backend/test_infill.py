@@ -40,3 +40,17 @@ def test_a_model_that_only_goes_forward_says_so() -> None:
     builder = PromptBuilder(byte_level(), None, "llama", 256)
     with pytest.raises(RequestRefused, match="does not support insert"):
         builder.build(Generate("1", prompt="a", suffix="b"))
+
+
+def test_a_model_without_a_template_goes_on_with_the_words_alone() -> None:
+    tokenizer = byte_level(FIM)
+    builder = PromptBuilder(tokenizer, None, "llama", 256)
+    messages = [
+        {"role": "system", "content": "In short."},
+        {"role": "user", "content": "The sea<|fim_middle|> is"},
+    ]
+    built = builder.build(Generate("1", messages=messages, add_bos=False))
+    assert built.rendered == "In short.\nThe sea<|fim_middle|> is"
+    assert tokenizer.control_tokens["<|fim_middle|>"] not in built.prompt_ids
+    with pytest.raises(RequestRefused, match="no place for tools"):
+        builder.build(Generate("1", messages=messages, tools=[{"type": "function"}]))
