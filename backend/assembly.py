@@ -158,6 +158,7 @@ def _assemble(load: Load, progress: Progress) -> Model:
         block_size=runner.block_size,
         num_blocks=runner.num_blocks,
         block_bytes=runner.block_bytes,
+        block_groups=runner.groups.num_groups,
         weights_bytes=runner.weights_bytes,
         weights_vram_bytes=runner.weights_vram_bytes,
         dtype=str(runner.details.get("dtype", "")),

@@ -21,8 +21,8 @@ ids so far and the seed, the daemon can hand an interrupted stream to a fresh wo
 output_ids`), which goes on at the exact token.
 
 msgspec structs, not dataclasses: they are frozen values too, and msgspec checks the types of a line
-while decoding it, at a tenth of the cost. None can be in a cycle (what comes from JSON is a tree), so
-the collector need not see them: `gc=False`. Nothing here knows torch, asyncio or a file.
+while decoding it, at a tenth of the cost. What comes from JSON is a tree, in no cycle: the
+collector need not see it (`gc=False`). Nothing here knows torch, asyncio or a file.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ class Ready(Message, frozen=True):
     block_bytes: int
     weights_bytes: int
     weights_vram_bytes: int = 0  # the part of weights_bytes on GPUs
+    block_groups: int = 1  # blocks that one stretch of `block_size` tokens takes, one of each group
     dtype: str = ""
     capabilities: list[str] = []  # completion, tools, thinking, insert, embedding
     vocab_size: int = 0
@@ -230,8 +231,8 @@ class Finished(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_output_tokens: int = 0
     num_preemptions: int = 0
     queue_s: float = 0.0  # from arrival to the first step
-    prefill_s: float = 0.0  # from the first step to the first token
-    decode_s: float = 0.0  # from the first token to the last
+    prefill_s: float = 0.0  # from the first step to the end of the prompt
+    decode_s: float = 0.0  # from there to the last token; never 0 if one was drawn
     error: str = ""  # with reason "error"
 
 

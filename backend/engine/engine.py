@@ -265,7 +265,7 @@ def _told(error: Exception) -> str:
 
 def _output(advance: Advance) -> SequenceOutput:
     sequence = advance.sequence
-    scheduled, first = sequence.first_scheduled_at, sequence.first_token_at
+    scheduled, began = sequence.first_scheduled_at, sequence.decode_began_at
     last = sequence.last_token_at
     return SequenceOutput(
         id=sequence.id,
@@ -277,6 +277,6 @@ def _output(advance: Advance) -> SequenceOutput:
         num_cached_tokens=sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions,
         queue_s=scheduled - sequence.arrived_at if scheduled is not None else 0.0,
-        prefill_s=first - scheduled if first is not None and scheduled is not None else 0.0,
-        decode_s=last - first if last is not None and first is not None else 0.0,
+        prefill_s=began - scheduled if began is not None and scheduled is not None else 0.0,
+        decode_s=last - began if last is not None and began is not None else 0.0,
     )

@@ -17,6 +17,7 @@ class InFlight:
 
     batch: Batch
     members: list[tuple[Sequence, int]]
+    began_at: float
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Plan:
                 del self.sequences[index], self.chunks[index]
                 break
 
-    def in_flight(self, step: int, releases: tuple[int, ...]) -> InFlight:
+    def in_flight(self, step: int, releases: tuple[int, ...], now: float) -> InFlight:
         """The finished value, and who is in it."""
         batch = Batch(
             step=step,
@@ -78,7 +79,8 @@ class Plan:
             releases=releases,
             copies=tuple(self.copies),
         )
-        return InFlight(batch, [(sequence, sequence.num_lives) for sequence in self.sequences])
+        members = [(sequence, sequence.num_lives) for sequence in self.sequences]
+        return InFlight(batch, members, now)
 
 
 def row_start(sequence: Sequence) -> RowStart:

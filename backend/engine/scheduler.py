@@ -113,6 +113,7 @@ class Scheduler:
         self._free_rows = list(reversed(range(config.max_num_seqs)))
         self._released_rows: list[int] = []
         self._in_flight: deque[InFlight] = deque()  # the oldest first
+        self._updated_at = float("-inf")  # when the last result came
         self._step = 0
         self._step_time = StepTime()
         self._had_turn = False  # the last step was one client's alone
@@ -216,7 +217,7 @@ class Scheduler:
             if sequence.first_scheduled_at is None:
                 sequence.first_scheduled_at = now
         self._step += 1
-        self._in_flight.append(plan.in_flight(self._step, tuple(self._released_rows)))
+        self._in_flight.append(plan.in_flight(self._step, tuple(self._released_rows), now))
         self._released_rows = []
         return self._in_flight[-1].batch
 
@@ -442,6 +443,8 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> list[Advance]:
         """Take in what the step drew. One Advance for each sequence that got tokens or failed."""
         in_flight = self._take(result.step)
+        step_s = now - max(in_flight.began_at, self._updated_at)
+        self._updated_at = now
         advances = []
         chunks = zip(in_flight.batch.chunks, in_flight.members, strict=True)
         for index, (chunk, (sequence, life)) in enumerate(chunks):
@@ -455,8 +458,11 @@ class Scheduler:
             ids = result.token_ids[index]
             self._count(sequence, chunk, len(ids))
             if ids:
+                if sequence.decode_began_at is None:
+                    sequence.decode_began_at = now - step_s * _drawn_part(chunk, len(ids))
+                sequence.last_token_at = now
                 logprobs = result.logprobs[index] if result.logprobs else ()
-                advances.append(self._advance(sequence, ids, logprobs, now))
+                advances.append(self._advance(sequence, ids, logprobs))
             if sequence.status is Status.RUNNING:
                 self.tables.publish(sequence)
         return advances
@@ -514,11 +520,8 @@ class Scheduler:
         raise AssertionError(f"a result of step {step}, which is not in flight")
 
     def _advance(
-        self, sequence: Sequence, ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], now: float
+        self, sequence: Sequence, ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]
     ) -> Advance:
-        if sequence.first_token_at is None:
-            sequence.first_token_at = now
-        sequence.last_token_at = now
         for count, token_id in enumerate(ids, start=1):
             sequence.append(token_id)
             reason = self._finish_reason(sequence, token_id)
@@ -623,6 +626,12 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants by name; for tests, and for the engine when it is idle."""
         invariants.check(self)
+
+
+def _drawn_part(chunk: Chunk, num_drawn: int) -> float:
+    """Of the step that drew a sequence's first tokens: the prompt had the rest of it. So an answer
+    whose tokens all come in one step has taken some time to draw."""
+    return num_drawn / (chunk.num_tokens - 1 + num_drawn)
 
 
 def _turn(sequence: Sequence, held: Counter[str]) -> tuple[int, bool, int, float]:

@@ -90,7 +90,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_scheduled_at: float | None = None
-        self.first_token_at: float | None = None
+        self.decode_began_at: float | None = None
         self.last_token_at: float | None = None
         self._extend_keys()
 

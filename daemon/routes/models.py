@@ -192,7 +192,7 @@ def _loaded(loaded: LoadedModel) -> dict[str, Any]:
             "blocks_free": stats.blocks_free,
             "bytes": stats.kv_bytes,
             "budget_bytes": loaded.kv_budget_bytes,
-            "bytes_per_token": ready.block_bytes // max(ready.block_size, 1),
+            "bytes_per_token": ready.block_groups * ready.block_bytes // max(ready.block_size, 1),
             "saved_bytes": stats.saved_bytes,
         },
     }

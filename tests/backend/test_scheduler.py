@@ -344,3 +344,16 @@ def test_priority_runs_first() -> None:
     while engine.has_work:
         order += [output.id for output in engine.step()]
     assert order == ["soon", "late"]
+
+
+@pytest.mark.parametrize(("length", "max_drafts"), [(1, 0), (10, 0), (10, 4)])
+def test_an_answer_drawn_in_one_step_has_taken_its_part_of_that_step(
+    length: int, max_drafts: int
+) -> None:
+    engine, _, _ = make_engine(max_drafts=max_drafts)
+    engine.add(request("a", [1] * length, max_tokens=1))
+    (output,) = engine.step()
+    assert output.finish_reason == "length"
+    step_s = output.prefill_s + output.decode_s
+    assert step_s > 0
+    assert output.decode_s == pytest.approx(step_s / length)

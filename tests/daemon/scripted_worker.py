@@ -85,7 +85,7 @@ class ScriptedWorker:
     def take(self, request: protocol.Request) -> None:
         if isinstance(request, Load):
             send(Loading(0.5, "reading weights"))
-            send(Ready(2048, 2048, 16, 100, 4096, 1_000_000, vocab_size=1000))
+            send(Ready(2048, 2048, 16, 100, 4096, 1_000_000, block_groups=3, vocab_size=1000))
         elif isinstance(request, Generate):
             self.running[request.id] = asyncio.create_task(self.answer(request))
             send(self.stats())

@@ -91,6 +91,7 @@ def test_ps_shows_the_kv_cache(daemon: LiveDaemon) -> None:
         "blocks_free",
         "bytes",
     }
+    assert row["kv"]["bytes_per_token"] == 3 * 4096 // 16, "a block of each group"
 
 
 def test_a_copy_has_the_same_id_and_can_be_deleted(tmp_path: Path) -> None:
