@@ -20,28 +20,35 @@ import csv
 import json
 import os
 import re
+import selectors
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+import urllib.request
+from collections.abc import Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import psutil
 
 RESULTS = Path(__file__).parent / "results" / "daemon_overhead.csv"
 T = TypeVar("T")
+NAP_S = 0.001
 STAMP = re.compile(rb"(\d{19}) ")
 
 
 # --------------------------------------------------------------------------- worker
 
 
-async def work(rate: float) -> None:
-    """A worker process that gives every stream a token per step, `rate` a second in all."""
+async def work(rate: float, streams: int) -> None:
+    """A worker process that gives every stream a token per step, `rate` a second in all.
+
+    From when `streams` of them are there, so that what it costs to begin them is not counted.
+    """
     from llmd.backend import protocol
     from llmd.backend.protocol import Cancel, Delta, Finished, Generate, Load, Ready, Started, Step
 
@@ -53,9 +60,13 @@ async def work(rate: float) -> None:
 
     async def step() -> None:
         due = time.monotonic()
+        is_full = False
         while True:
             due += max(1, len(left)) / rate
             await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if len(left) < streams and not is_full:
+                continue
+            is_full = bool(left)
             stamp = f"{time.time_ns()} "
             deltas = []
             for id in list(left):
@@ -88,7 +99,7 @@ async def work(rate: float) -> None:
 # --------------------------------------------------------------------------- daemon
 
 
-async def serve(rate: float, port_file: Path) -> None:
+async def serve(rate: float, streams: int, port_file: Path) -> None:
     """The daemon's application on a free port, with that worker behind it."""
     from llmd.backend.protocol import Load
     from llmd.daemon.app import make_app
@@ -106,6 +117,7 @@ async def serve(rate: float, port_file: Path) -> None:
 
     async def spawn(load: Load, on_loading: Progress | None) -> WorkerProcess:
         command = [sys.executable, __file__, "--role", "worker", "--rate", str(rate)]
+        command += ["--streams", str(streams)]
         return await WorkerProcess.start(load, command, on_loading)
 
     store = ModelStore(port_file.parent / "models")
@@ -142,61 +154,76 @@ async def serve(rate: float, port_file: Path) -> None:
 # --------------------------------------------------------------------------- client
 
 
-class Reader(asyncio.Protocol):
-    """One stream: collects the delays of its tokens, in seconds."""
-
-    def __init__(self, body: bytes, delays: list[float]) -> None:
-        self._body = body
-        self._delays = delays
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tail = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        head = (
-            f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(self._body)}"
-        )
-        self._transport.write(head.encode() + b"\r\n\r\n" + self._body)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.time_ns()
-        self._delays += [(now - int(stamp)) / 1e9 for stamp in STAMP.findall(data)]
-        self._tail = (self._tail + data)[-200:]
-        if b'"done":true' in data or self._tail.endswith(b"0\r\n\r\n"):
-            self._transport.close()
-            if not self.done.done():
-                self.done.set_result(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(exc or ConnectionError("the daemon closed the stream"))
-
-
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
-    """On the daemon's event loop: what the client costs is taken from the same cores."""
+    """On the daemon's event loop."""
     from llmd.daemon.http_server import run
 
     return run(main)
 
 
-async def measure(port: int, streams: int, tokens: int) -> list[float]:
-    loop = asyncio.get_running_loop()
+def load(port: int) -> None:
+    """The model, before anything is measured."""
+    body = json.dumps({"model": "clock", "stream": False}).encode()
+    url = f"http://127.0.0.1:{port}/api/generate"
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+        answer.read()
+
+
+def measure(
+    port: int, streams: int, tokens: int, everyone: Sequence[psutil.Process]
+) -> tuple[list[float], float, list[float]]:
+    """The delays of all tokens, how long they took, and what everyone used of the cores meanwhile.
+
+    All in seconds.
+
+    What the client does takes from the cores that it measures. So it looks at all sockets once in
+    a while (its nap counts as delay: to be woken for each piece would cost the daemon that wakes it
+    more than the piece), notes what came and when, and reads it when all is over.
+    """
     body = json.dumps(
         {"model": "clock", "prompt": "go", "options": {"num_predict": tokens}, "raw": True}
     ).encode()
-    delays: list[float] = []
-    readers = []
+    head = f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    sockets = {}
     for _ in range(streams):
-        _, reader = await loop.create_connection(lambda: Reader(body, delays), "127.0.0.1", port)
-        readers.append(reader)
-    await asyncio.gather(*(reader.done for reader in readers))
-    return delays
+        stream = socket.create_connection(("127.0.0.1", port))
+        sockets[stream.fileno()] = stream
+        stream.sendall(head.encode() + b"\r\n\r\n" + body)
+    came: list[tuple[int, bytes]] = []
+    before: list[float] = []
+    began = 0.0
+    with selectors.DefaultSelector() as selector:
+        for stream in sockets.values():
+            selector.register(stream, selectors.EVENT_READ, stream.recv)
+        while sockets:
+            time.sleep(NAP_S)
+            ready = selector.select(0)
+            if ready and not before:
+                before, began = [cpu_s(one) for one in everyone], time.monotonic()
+            for key, _ in ready:
+                data = key.data(16384)
+                came.append((time.time_ns(), data))
+                if not data or data.endswith(b"0\r\n\r\n"):
+                    selector.unregister(key.fd)
+                    sockets.pop(key.fd).close()
+    took = time.monotonic() - began
+    used = [cpu_s(one) - past for one, past in zip(everyone, before, strict=True)]
+    delays = [(now - int(stamp)) / 1e9 for now, data in came for stamp in STAMP.findall(data)]
+    assert len(delays) == streams * tokens, "a stream ended early"
+    return delays, took, used
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """What it has used of all cores, in seconds."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def run(streams: int, rate: float, seconds: float) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port"
         command = [sys.executable, __file__, "--role", "daemon", "--rate", str(rate)]
+        command += ["--streams", str(streams)]
         daemon = subprocess.Popen([*command, "--port-file", str(port_file)])
         try:
             deadline = time.monotonic() + 30
@@ -204,17 +231,16 @@ def run(streams: int, rate: float, seconds: float) -> dict[str, object]:
                 assert time.monotonic() < deadline, "the daemon did not start"
                 time.sleep(0.05)
             port = int(port_file.read_text())
-            run_loop(measure(port, 1, 1))  # load the model
+            load(port)
             process = psutil.Process(daemon.pid)
-            before, began = process.cpu_times(), time.monotonic()
-            delays = run_loop(measure(port, streams, int(rate * seconds / streams)))
-            took = time.monotonic() - began
-            after = process.cpu_times()
+            worker = process.children()[0]
+            everyone = (process, worker, psutil.Process())
+            delays, took, used = measure(port, streams, int(rate * seconds / streams), everyone)
+            daemon_s, worker_s, client_s = used
             rss = process.memory_info().rss
         finally:
             daemon.terminate()
             daemon.wait()
-    cpu_s = after.user + after.system - before.user - before.system
     delays.sort()
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -223,8 +249,10 @@ def run(streams: int, rate: float, seconds: float) -> dict[str, object]:
         "median_ms": round(statistics.median(delays) * 1e3, 2),
         "p95_ms": round(delays[int(len(delays) * 0.95)] * 1e3, 2),
         "p99_ms": round(delays[int(len(delays) * 0.99)] * 1e3, 2),
-        "daemon_core_share": round(cpu_s / took, 3),
-        "us_per_token": round(cpu_s / max(1, len(delays)) * 1e6, 1),
+        "daemon_core_share": round(daemon_s / took, 3),
+        "us_per_token": round(daemon_s / max(1, len(delays)) * 1e6, 1),
+        "worker_core_share": round(worker_s / took, 3),
+        "client_core_share": round(client_s / took, 3),
         "rss_mb": round(rss / 1e6),
         "load_1min": round(os.getloadavg()[0], 1),
         "cores": os.cpu_count(),
@@ -241,9 +269,12 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="append to the results")
     options = parser.parse_args()
     if options.role == "worker":
-        run_loop(work(options.rate))
+        run_loop(work(options.rate, options.streams))
     elif options.role == "daemon":
-        run_loop(serve(options.rate, options.port_file))
+        from llmd.daemon.http_server import calm_collector
+
+        calm_collector()
+        run_loop(serve(options.rate, options.streams, options.port_file))
     else:
         row = run(options.streams, options.rate, options.seconds)
         print(json.dumps(row, indent=2))

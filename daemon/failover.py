@@ -18,7 +18,7 @@ import msgspec
 from ..backend.protocol import Delta, Generate, Started
 from .errors import WorkerDied
 from .running import RunningRequest
-from .worker_process import WorkerProcess
+from .worker_process import Shortcut, WorkerProcess
 
 log = logging.getLogger("llmd.failover")
 
@@ -38,12 +38,14 @@ class _Told:
         self.num_thinking = 0
         self.num_calls = 0
         # How much of a repeated stream is still to be dropped.
+        self.is_repeating = False
         self._skip_text = self._skip_thinking = self._skip_calls = self._skip_ids = 0
 
     def resume(self, request: Generate) -> Generate:
         """The request for the next worker; from now on its repetition is dropped."""
         self._skip_text, self._skip_thinking = self.num_text, self.num_thinking
         self._skip_calls, self._skip_ids = self.num_calls, len(self.token_ids)
+        self.is_repeating = self._has_to_skip()
         if self.started is None:
             return request
         sampling = msgspec.structs.replace(request.sampling, seed=self.started.seed)
@@ -51,10 +53,13 @@ class _Told:
             request, sampling=sampling, output_ids=list(self.token_ids), truncate=True
         )
 
+    def _has_to_skip(self) -> bool:
+        return bool(self._skip_text or self._skip_thinking or self._skip_calls or self._skip_ids)
+
     def news(self, delta: Delta) -> Delta:
         """The delta without what the reader has; counts what is passed on."""
-        if not (self._skip_text or self._skip_thinking or self._skip_calls or self._skip_ids):
-            self._count(delta)
+        if not self.is_repeating:
+            self.count(delta)
             return delta
         text = delta.text[self._skip_text :]
         thinking = delta.thinking[self._skip_thinking :]
@@ -64,13 +69,14 @@ class _Told:
         self._skip_thinking -= len(delta.thinking) - len(thinking)
         self._skip_calls -= len(delta.tool_calls) - len(calls)
         self._skip_ids -= len(delta.token_ids) - len(ids)
+        self.is_repeating = self._has_to_skip()
         news = msgspec.structs.replace(
             delta, text=text, thinking=thinking, tool_calls=calls, token_ids=ids
         )
-        self._count(news)
+        self.count(news)
         return news
 
-    def _count(self, news: Delta) -> None:
+    def count(self, news: Delta) -> None:
         self.num_text += len(news.text)
         self.num_thinking += len(news.thinking)
         self.num_calls += len(news.tool_calls)
@@ -82,19 +88,27 @@ async def resumed(
     request: Generate,
     replacement: Callable[[], Awaitable[WorkerProcess]],
     running: RunningRequest,
+    shortcut: Shortcut | None = None,
 ) -> AsyncGenerator[Started | Delta]:
     """The worker's answers to the request, and a replacement's after them if it dies.
 
-    It is listed as running meanwhile. Raises RequestFailed, WorkerDied. Closing it cancels the
-    sequence.
+    `shortcut` is offered what nobody has been told yet. The request is listed as running meanwhile.
+    Raises RequestFailed, WorkerDied. Closing it cancels the sequence.
     """
     told = _Told()
     num_deaths = num_told = 0
+
+    def passes_by(delta: Delta) -> bool:
+        if shortcut is None or told.is_repeating or not shortcut(delta):
+            return False
+        told.count(delta)
+        return True
+
     running.begin(told.token_ids)
     try:
         while True:
             try:
-                stream = worker.generate(request)
+                stream = worker.generate(request, passes_by)
                 async with contextlib.aclosing(stream):
                     async for answer in stream:
                         if isinstance(answer, Started):

@@ -17,7 +17,7 @@ from ..backend.protocol import (
 from ..registry.manifest import Manifest
 from .failover import resumed, retried
 from .running import RunningRequest
-from .worker_process import WorkerProcess
+from .worker_process import Shortcut, WorkerProcess
 
 
 class Lender(Protocol):
@@ -45,14 +45,16 @@ class Lease:
         self.worker = worker
         self._lender = lender
 
-    def generate(self, request: Generate) -> AsyncGenerator[Started | Delta, None]:
+    def generate(
+        self, request: Generate, shortcut: Shortcut | None = None
+    ) -> AsyncGenerator[Started | Delta, None]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
-        If the worker dies meanwhile, a fresh one goes on at the exact token, once. Raises
-        RequestFailed, WorkerDied.
+        If the worker dies meanwhile, a fresh one goes on at the exact token, once. `shortcut` is
+        offered the deltas first (worker_process.py). Raises RequestFailed, WorkerDied.
         """
         running = self._lender.running_request(self, request)
-        return resumed(self.worker, request, self._replacement, running)
+        return resumed(self.worker, request, self._replacement, running, shortcut)
 
     def cancel(self, id: str) -> None:
         """End the sequence of this request; its stream ends with a final delta."""

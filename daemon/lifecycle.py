@@ -25,7 +25,7 @@ from ..registry.store import ModelStore
 from .app import make_app
 from .downloads import Downloads, pull_settings
 from .folder_lock import FolderLock, FolderTaken
-from .http_server import make_server, run
+from .http_server import calm_collector, make_server, run
 from .manager import ModelManager
 from .metrics import Metrics
 from .routes.services import Services
@@ -52,6 +52,7 @@ def main() -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     _log_settings(settings)
+    calm_collector()
     run(serve(settings, listener, store))
     lock.release()
     return 0

@@ -12,7 +12,8 @@ The child ends by itself when its stdin ends, and on Linux by a signal of the ke
 dies; so a daemon that is killed leaves no worker.
 
 A reader of a stream that is slow gets merged deltas: memory is bounded by the answer's length, and
-nobody makes the others wait.
+nobody makes the others wait. A reader that is not may leave a shortcut: what comes while it waits
+is offered to that first, at once, and wakes nobody.
 
 Owner: itself, on the event loop.
 """
@@ -68,6 +69,7 @@ KILL_AFTER_S = 5.0  # from asking a child to end to killing it
 
 Answer = Started | Delta | Embedded | Tokenized
 Progress = Callable[[float, str], None]
+Shortcut = Callable[[Delta], bool]  # takes a delta in place of its reader; False: it does not
 
 
 class State(enum.Enum):
@@ -85,12 +87,16 @@ def worker_command() -> list[str]:
 class _Mailbox:
     """What has come for one request and was not read yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, shortcut: Shortcut | None) -> None:
+        self._shortcut = shortcut
+        self._taker: Shortcut | None = None  # that, while the reader has had all and waits for more
         self._items: deque[Answer | DaemonError] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next answer
         self.is_over = False  # nothing more will come from the worker
 
     def put(self, item: Answer | DaemonError) -> None:
+        if self._taker is not None and self._is_taken(self._taker, item):
+            return
         last = self._items[-1] if self._items else None
         if isinstance(item, Delta) and isinstance(last, Delta) and _can_merge(last, item):
             self._items[-1] = merged(last, item)
@@ -98,13 +104,25 @@ class _Mailbox:
             self._items.append(item)
         is_final = isinstance(item, Delta) and item.finished is not None
         self.is_over = self.is_over or is_final or not isinstance(item, Started | Delta)
+        self._taker = None
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def _is_taken(self, taker: Shortcut, item: Answer | DaemonError) -> bool:
+        if type(item) is not Delta or item.finished is not None:
+            return False
+        try:
+            return taker(item)
+        except Exception:
+            log.exception("a shortcut failed; the deltas go to its reader again")
+            self._shortcut = None
+            return False
 
     async def get(self) -> Answer:
         """The next answer. Raises the error that came instead."""
         while not self._items:
             self._reader = asyncio.get_running_loop().create_future()
+            self._taker = self._shortcut
             await self._reader
         item = self._items.popleft()
         if isinstance(item, DaemonError):
@@ -221,13 +239,16 @@ class WorkerProcess:
 
     # ---------------------------------------------------------------- requests
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Started | Delta, None]:
+    async def generate(
+        self, request: Generate, shortcut: Shortcut | None = None
+    ) -> AsyncGenerator[Started | Delta, None]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
-        The request's id is replaced by one of this worker's. Raises RequestFailed, WorkerDied.
+        The request's id is replaced by one of this worker's. `shortcut` is offered each delta but
+        the last that comes while the reader waits. Raises RequestFailed, WorkerDied.
         """
         own = msgspec.structs.replace(request, id=f"g{next(self._ids)}")
-        async with self._mailbox(own) as mailbox:
+        async with self._mailbox(own, shortcut) as mailbox:
             self._sequences[request.id] = own.id
             try:
                 while True:
@@ -266,10 +287,12 @@ class WorkerProcess:
         await self._send(SetKVBudget(budget_bytes))
 
     @contextlib.asynccontextmanager
-    async def _mailbox(self, request: Generate | Embed | Tokenize) -> AsyncIterator[_Mailbox]:
+    async def _mailbox(
+        self, request: Generate | Embed | Tokenize, shortcut: Shortcut | None = None
+    ) -> AsyncIterator[_Mailbox]:
         if self.state is State.DEAD:
             raise self.death()
-        mailbox = self._mailboxes[request.id] = _Mailbox()
+        mailbox = self._mailboxes[request.id] = _Mailbox(shortcut)
         try:
             await self._send(request)
             yield mailbox
@@ -308,7 +331,9 @@ class WorkerProcess:
     def _take(self, event: protocol.Event) -> None:
         if isinstance(event, Step):
             for delta in event.deltas:
-                self._deliver(delta.id, delta)
+                mailbox = self._mailboxes.get(delta.id)
+                if mailbox is not None:
+                    mailbox.put(delta)
             if event.stats is not None:
                 self._take_stats(event.stats)
         elif isinstance(event, Stats):

@@ -23,6 +23,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, DaemonError, TooLarge, TooSlow, status_of
+from ..http_server import WRITE_NOW, WriteNow
 from .compression import unpacked
 from .replies import (
     JSON,
@@ -79,6 +80,9 @@ class Call:
         self._send = send
         self._body = b""
         self._is_streaming = False
+        # Writes a piece of a stream that has begun, encoded by the caller, without waiting. False:
+        # not written, as the client is slow or the server cannot; to be sent as usual.
+        self.write_now: WriteNow = _cannot_write
 
     # ------------------------------------------------------------------ in
 
@@ -186,24 +190,16 @@ class Call:
 
     async def send_line(self, value: Any) -> None:
         """One object of a native stream."""
-        await self.send_encoded_line(encode_json(value))
-
-    async def send_encoded_line(self, line: bytes) -> None:
-        """The same, for whoever encodes it more cheaply."""
         if not self._is_streaming:
             await self._begin_stream(NDJSON)
-        await self._write(line + b"\n")
+        await self._write(encode_json(value) + b"\n")
 
     async def send_event(self, value: Any, event: str = "") -> None:
         """One server-sent event."""
-        await self.send_encoded_event(encode_json(value), event)
-
-    async def send_encoded_event(self, data: bytes, event: str = "") -> None:
-        """The same, for whoever encodes it more cheaply."""
         if not self._is_streaming:
             await self._begin_stream(SSE)
         name = f"event: {event}\n".encode() if event else b""
-        await self._write(b"%sdata: %s\n\n" % (name, data))
+        await self._write(b"%sdata: %s\n\n" % (name, encode_json(value)))
 
     async def send_done_mark(self) -> None:
         """The end of an OpenAI stream."""
@@ -236,6 +232,7 @@ class Call:
         await self._begin(
             200, content_type, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         )
+        self.write_now = self._scope.get("extensions", {}).get(WRITE_NOW, _cannot_write)
 
     async def _write(self, piece: bytes) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -297,6 +294,10 @@ async def _end(task: asyncio.Task[None]) -> None:
         await asyncio.wait((task,))
     if not task.cancelled() and task.exception() is not None:
         log.debug("a cancelled request ended with %r", task.exception())
+
+
+def _cannot_write(piece: bytes) -> bool:
+    return False
 
 
 @functools.cache

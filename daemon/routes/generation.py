@@ -2,7 +2,9 @@
 
     holding(call, model, keep_alive_s) ──▶ Held ──generation(request)──▶ Generation ──deltas()──▶ …
 
-A Generation yields Deltas and remembers what their last one said. A failure is raised, never passed
+A Generation yields Deltas and remembers what their last one said. A route may give it a shortcut
+to the socket, which saves each delta that is written at once the way through all the iterators and
+the event loop: most of what a token costs here. A failure is raised, never passed
 off as an answer; an answer that was ended (a cancel, a shutdown) has a proper end that says so.
 """
 
@@ -21,6 +23,7 @@ from ...backend.protocol import Delta, Finished, Generate, Started, TokenLogprob
 from ..errors import RequestFailed
 from ..metrics import ModelFigures
 from ..placement import NO_WISH, Wish
+from ..worker_process import Shortcut
 from .call import Call
 from .durations import nanoseconds
 from .lookup import Model
@@ -43,32 +46,44 @@ class Generation:
         self._figures = figures
         self._arrived = arrived
         # Filled while the deltas pass by.
+        self._last_at = 0.0  # when the last tokens came
         self.started: Started | None = None
         self.finished: Finished | None = None
 
-    def _events(self) -> AsyncGenerator[Started | Delta, None]:
-        return cast("AsyncGenerator[Started | Delta, None]", self._lease.generate(self.request))
+    def _events(self, shortcut: Shortcut | None) -> AsyncGenerator[Started | Delta, None]:
+        def observed(delta: Delta) -> bool:
+            if shortcut is None or not shortcut(delta):
+                return False
+            self._observe(len(delta.token_ids))
+            return True
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """All deltas, the finished one last. Raises RequestFailed or WorkerDied."""
-        figures = self._figures
-        last_at = 0.0
-        async with aclosing(self._events()) as events:
+        events = self._lease.generate(self.request, observed)
+        return cast("AsyncGenerator[Started | Delta, None]", events)
+
+    async def deltas(self, shortcut: Shortcut | None = None) -> AsyncGenerator[Delta, None]:
+        """All deltas that `shortcut` did not take, the finished one last.
+
+        Raises RequestFailed or WorkerDied.
+        """
+        async with aclosing(self._events(shortcut)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.started = event
                     continue
-                count = len(event.token_ids)
-                if count:
-                    now = time.monotonic()
-                    if last_at:
-                        figures.inter_token_s.observe((now - last_at) / count, count)
-                    else:
-                        figures.ttft_s.observe(now - self._arrived)
-                    last_at = now
+                self._observe(len(event.token_ids))
                 if event.finished is not None:
                     self._finish(event.finished)
                 yield event
+
+    def _observe(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        now = time.monotonic()
+        if self._last_at:
+            self._figures.inter_token_s.observe((now - self._last_at) / num_tokens, num_tokens)
+        else:
+            self._figures.ttft_s.observe(now - self._arrived)
+        self._last_at = now
 
     def _finish(self, finished: Finished) -> None:
         figures = self._figures
@@ -82,7 +97,7 @@ class Generation:
     async def collect(self) -> Answer:
         """Run to the end and return all of it."""
         answer = Answer()
-        async with aclosing(self.deltas()) as deltas:
+        async with aclosing(self.deltas(answer.add)) as deltas:
             async for delta in deltas:
                 answer.add(delta)
         return answer
@@ -131,12 +146,14 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> bool:
+        """Always true: as a shortcut, it takes every delta."""
         self.text += delta.text
         self.thinking += delta.thinking
         self.tool_calls.extend(delta.tool_calls)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..errors import BadRequest
 from . import bodies
 from .bodies import ChatBody, GenerateBody, Message, checked_format, checked_think
 from .call import Call, Route
-from .durations import now_text, parse_keep_alive_s
+from .durations import now_bytes, now_text, parse_keep_alive_s
 from .generation import (
     Answer,
     Generation,
@@ -267,7 +267,17 @@ async def _answer(
     late_calls: list[ToolCall] = []  # /api/generate tells calls in its last object only
     num_calls = 0
     plain = _plain_line(held.model, content)
-    async with aclosing(generation.deltas()) as deltas:
+
+    def written(delta: Delta) -> bool:
+        if not is_text_alone(delta):
+            return False
+        if not call.write_now(plain % (now_bytes(), encode_json(delta.text))):
+            return False
+        if with_context:
+            token_ids.extend(delta.token_ids)
+        return True
+
+    async with aclosing(generation.deltas(written)) as deltas:
         async for delta in deltas:
             if with_context:
                 token_ids.extend(delta.token_ids)
@@ -277,9 +287,7 @@ async def _answer(
             else:
                 part = content(delta.text, delta.thinking, ())
                 late_calls.extend(delta.tool_calls)
-            if is_text_alone(delta):
-                await call.send_encoded_line(plain % (now_text().encode(), encode_json(delta.text)))
-            elif _is_visible(delta, content is _message):
+            if _is_visible(delta, content is _message):
                 await call.send_line(_chunk(held.model, part, delta.logprobs))
     last = content("", "", late_calls)
     await call.send_line(_final(held, generation, last, (), with_context, token_ids))
@@ -291,7 +299,7 @@ def _plain_line(model: Model, content: Content) -> bytes:
     asked = encode_json(model.asked).replace(b"%", b"%%")
     is_chat = content is _message
     body = b'"message":{"role":"assistant","content":%s}' if is_chat else b'"response":%s'
-    return b'{"model":' + asked + b',"created_at":"%s",' + body + b',"done":false}'
+    return b'{"model":' + asked + b',"created_at":"%s",' + body + b',"done":false}\n'
 
 
 def _is_visible(delta: Delta, shows_calls: bool) -> bool:

@@ -187,13 +187,16 @@ class ChatReply:
         num_tokens = 0
         num_calls = 0
         role = {"role": "assistant"}
-        plain = _plain_chunk(head, index)
-        async with aclosing(deltas_of(generation, self.turn)) as deltas:
+        plain = _plain_event(head, index)
+
+        def written(delta: Delta) -> bool:
+            if role or options.continuous_usage_stats or not is_text_alone(delta):
+                return False
+            return self.call.write_now(plain % encode_json(delta.text))
+
+        async with aclosing(deltas_of(generation, self.turn, written)) as deltas:
             async for delta in deltas:
                 num_tokens += len(delta.token_ids)
-                if not (role or options.continuous_usage_stats) and is_text_alone(delta):
-                    await self.call.send_encoded_event(plain % encode_json(delta.text))
-                    continue
                 parts = _parts(delta, num_calls)
                 num_calls += len(delta.tool_calls)
                 for position, part in enumerate(parts):
@@ -230,11 +233,11 @@ class ChatReply:
         }
 
 
-def _plain_chunk(head: dict[str, Any], index: int) -> bytes:
-    """What most chunks look like: only the text is filled in each time."""
+def _plain_event(head: dict[str, Any], index: int) -> bytes:
+    """What most events look like: only the text is filled in each time."""
     opening = encode_json(head).removesuffix(b"}").replace(b"%", b"%%")
     choice = b'{"index":%d,"delta":{"content":%%s},"finish_reason":null}' % index
-    return opening + b',"choices":[' + choice + b"]}"
+    return b"data: " + opening + b',"choices":[' + choice + b"]}\n\n"
 
 
 def _parts(delta: Delta, num_calls: int) -> list[dict[str, Any]]:
@@ -340,6 +343,11 @@ async def get_model(call: Call) -> None:
     await call.send_json(_model_entry(asked, model.manifest))
 
 
+async def transcriptions(call: Call) -> None:
+    """POST /v1/audio/transcriptions: no model here hears."""
+    raise BadRequest("no model here supports audio")
+
+
 def _model_entry(id: str, manifest: Any) -> dict[str, Any]:
     return {
         "id": id,
@@ -357,6 +365,14 @@ ROUTES = (
         Family.OPENAI,
         ChatCompletionBody,
         "Answer a conversation",
+    ),
+    Route(
+        ("POST",),
+        "/v1/audio/transcriptions",
+        transcriptions,
+        Family.OPENAI,
+        None,
+        "Refused: no model here supports audio",
     ),
     Route(("GET", "HEAD"), "/v1/models", list_models, Family.OPENAI, None, "Installed models"),
     Route(("GET", "HEAD"), "/v1/models/{model:path}", get_model, Family.OPENAI, None, "One model"),

@@ -32,6 +32,7 @@ from ..metrics import Metrics
 from ..placement import NO_WISH, Wish
 from ..running import RunningRequest
 from ..snapshots import HistoryEntry, LoadingModel
+from ..worker_process import Shortcut
 
 API_VERSION = "0.33.0"  # clients refuse servers of this API that look older than 0.6.4
 
@@ -46,10 +47,12 @@ class Lease(Protocol):
     @property
     def load_s(self) -> float: ...  # waited for it; near 0 when it was loaded
 
-    def generate(self, request: Generate) -> AsyncIterator[Started | Delta]:
+    def generate(
+        self, request: Generate, shortcut: Shortcut | None = None
+    ) -> AsyncIterator[Started | Delta]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
-        Raises RequestFailed or WorkerDied.
+        `shortcut` is offered the deltas first. Raises RequestFailed or WorkerDied.
         """
         ...
 

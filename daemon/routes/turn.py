@@ -22,6 +22,7 @@ import msgspec
 
 from ...backend.protocol import Delta, Generate, SamplingParams
 from ..errors import BadRequest
+from ..worker_process import Shortcut
 from .generation import Generation, Held, new_id
 from .lookup import Model
 from .native import conversation, resolve_think
@@ -102,10 +103,15 @@ def _sampling(turn: Turn, options: Options, index: int) -> SamplingParams:
     )
 
 
-async def deltas_of(generation: Generation, turn: Turn) -> AsyncGenerator[Delta, None]:
-    """The deltas; calls beyond the first are left out where only one is wanted."""
+async def deltas_of(
+    generation: Generation, turn: Turn, shortcut: Shortcut | None = None
+) -> AsyncGenerator[Delta, None]:
+    """The deltas; calls beyond the first are left out where only one is wanted.
+
+    `shortcut` must leave calls alone.
+    """
     has_called = False
-    async with aclosing(generation.deltas()) as deltas:
+    async with aclosing(generation.deltas(shortcut)) as deltas:
         async for delta in deltas:
             if delta.tool_calls and turn.one_call:
                 calls = [] if has_called else delta.tool_calls[:1]

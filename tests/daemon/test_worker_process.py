@@ -211,6 +211,55 @@ def test_a_slow_reader_gets_everything_in_few_pieces(tmp_path: Path) -> None:
     staged(tmp_path, work)
 
 
+def test_a_shortcut_and_its_reader_share_a_stream_in_order_through_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave(monkeypatch, token_s=0.002)
+    draw = random.Random(2)
+
+    async def work(stage: RealStage) -> None:
+        parts: list[str] = []
+        num_by_way = {"shortcut": 0, "reader": 0}
+
+        def take(delta: Delta) -> bool:
+            if draw.random() < 0.4:
+                return False
+            num_by_way["shortcut"] += 1
+            parts.append(delta.text)
+            if num_by_way["shortcut"] == 15:
+                stage.signal(signal.SIGKILL)
+            return True
+
+        async with stage.manager.lease(MODEL) as lease:
+            async for answer in lease.generate(request("LONG 60"), take):
+                if isinstance(answer, Delta):
+                    num_by_way["reader"] += 1
+                    parts.append(answer.text)
+        assert "".join(parts) == expected_text("LONG 60", 7, 60)
+        assert min(num_by_way.values()) > 5, num_by_way
+        assert len(stage.workers) == 2
+
+    staged(tmp_path, work)
+
+
+def test_a_shortcut_that_fails_is_not_asked_again(tmp_path: Path) -> None:
+    calls: list[Delta] = []
+
+    def fail(delta: Delta) -> bool:
+        calls.append(delta)
+        raise ValueError("no way")
+
+    async def work(stage: RealStage) -> None:
+        async with stage.manager.lease(MODEL) as lease:
+            text = ""
+            async for answer in lease.generate(request("LONG 40"), fail):
+                text += answer.text if isinstance(answer, Delta) else ""
+        assert text == expected_text("LONG 40", 7, 40)
+        assert len(calls) == 1
+
+    staged(tmp_path, work)
+
+
 def test_shutdown_lets_answers_end_within_the_time_and_then_ends_them_properly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
