@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def pull_display(name: str, verb: str = "pulling") -> PullDisplay:
     return PullBar(name, verb) if sys.stderr.isatty() else PullLines(name, verb)
 
 
-class PullDisplay:
+class PullDisplay(ABC):
     """Shows the lines of /api/pull as they come."""
 
     def __init__(self, name: str, verb: str = "pulling") -> None:
@@ -122,14 +123,15 @@ class PullDisplay:
             completed, total = (sum(numbers) for numbers in zip(*self._sizes.values(), strict=True))
             self.advance(completed, total)
 
+    @abstractmethod
     def say(self, status: str) -> None:
         """A step that has no bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self, completed: int, total: int) -> None:
         """Bytes of all files together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Nothing more will come."""
 
@@ -154,6 +156,9 @@ class PullLines(PullDisplay):
             percent = 100 * tenth // _TENTH
             of_total = f"{size_text(completed)}/{size_text(total)}"
             print(f"{self.verb} {self.name}: {percent}% {of_total}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Every line has been ended."""
 
 
 class PullBar(PullDisplay):

@@ -74,14 +74,28 @@ make_environment() {
     torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
     install_torch "$environment/bin/python" "$torch_version" "$log" || die_of_pip "$log"
     say "installing the other packages"
-    "$environment/bin/python" -m pip install -c "$root/constraints.txt" "$@" \
+    "$environment/bin/python" -m pip install --no-compile -c "$root/constraints.txt" "$@" \
         </dev/null >>"$log" 2>&1 || die_of_pip "$log"
-    say "compiling kernels for this processor"
-    # Else the first load does it.
-    "$environment/bin/python" -P -c 'from llmd.backend.kernels.cpu_launch import prepare; prepare()' \
-        </dev/null >>"$log" 2>&1 || say "they could not be compiled now; see $log"
+    say "compiling"
+    compile_ahead "$environment/bin/python" >>"$log" 2>&1 || say "not all was compiled; see $log"
     environment_stamp "$kind" >"$environment/llmd-ready"
     say "ready after $(($(date +%s) - began)) s"
+}
+
+# compile_ahead PYTHON: byte code of what llmd imports, and the CPU kernels; else the first start
+# makes them. pip would compile all there is, on one core: a minute for what nobody imports.
+compile_ahead() {
+    PYTHONDONTWRITEBYTECODE='' "$1" -P - <<'PYTHON'
+import contextlib, importlib, pkgutil
+import llmd
+from llmd.backend.kernels.cpu_launch import prepare
+
+for module in pkgutil.walk_packages(llmd.__path__, "llmd."):
+    if not module.name.startswith("llmd.tests") and not module.name.endswith("__main__"):
+        with contextlib.suppress(ImportError):  # of what only a GPU needs, or another system
+            importlib.import_module(module.name)
+prepare()
+PYTHON
 }
 
 die_of_pip() {

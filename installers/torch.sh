@@ -47,7 +47,7 @@ install_torch() {
         cpu)
             if answers "$1" "$torch_cpu_index"; then
                 say "installing torch $2 (CPU build, about 200 MB)"
-                "$1" -m pip install --no-deps --index-url "$torch_cpu_index" "torch==$2" \
+                "$1" -m pip install --no-compile --no-deps --index-url "$torch_cpu_index" "torch==$2" \
                     </dev/null >>"$3" 2>&1 && return 0
             fi
             say "torch's CPU index can't be reached; installing torch $2 from the default one"
@@ -56,5 +56,5 @@ install_torch() {
         default) say "installing torch $2" ;;
         *) die "LLMD_TORCH is '$build'; set it to cpu or cuda, or leave it out." ;;
     esac
-    "$1" -m pip install --no-deps "torch==$2" </dev/null >>"$3" 2>&1
+    "$1" -m pip install --no-compile --no-deps "torch==$2" </dev/null >>"$3" 2>&1
 }

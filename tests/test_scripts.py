@@ -108,7 +108,7 @@ def test_an_index_that_cannot_be_reached_falls_back_to_the_default_one(tmp_path:
     assert result.returncode == 0, result.stderr
     assert "can't be reached" in result.stderr
     assert (tmp_path / "log").read_text() == "" and calls.read_text() == (
-        "pip install --no-deps torch==2.13.0\n"
+        "pip install --no-compile --no-deps torch==2.13.0\n"
     )
 
 
