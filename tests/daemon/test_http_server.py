@@ -10,10 +10,13 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
 import pytest
 import zstandard
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmd.daemon import http_server
 from llmd.daemon.routes import call
@@ -23,20 +26,39 @@ from .live import LiveDaemon
 BODY = json.dumps({"model": "plain", "prompt": "hi", "stream": False}).encode()
 
 
-async def hello(scope: object, receive: object, send: object) -> None:
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     """The smallest application."""
     head = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
-    await send(head)  # type: ignore[operator]
-    await send({"type": "http.response.body", "body": b"hi"})  # type: ignore[operator]
+    await send(head)
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+async def count(scope: Scope, receive: Receive, send: Send) -> None:
+    """Counts to 60: some numbers at once, some as messages, some after a turn of the event loop."""
+    write_now: http_server.WriteNow = scope["extensions"][http_server.WRITE_NOW]
+    assert not write_now(b"too early;"), "the answer has not begun"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for number in range(60):
+        piece = b"%d;" % number
+        if number % 7 == 3:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        else:
+            assert write_now(piece)
+        if number % 5 == 0:
+            await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"end"})
+    assert not write_now(b"too late;"), "the answer is over"
 
 
 @contextmanager
-def serving(monkeypatch: pytest.MonkeyPatch, head_timeout_s: float) -> Iterator[int]:
+def serving(
+    monkeypatch: pytest.MonkeyPatch, head_timeout_s: float, app: ASGIApp = hello
+) -> Iterator[int]:
     """That application on a port, with less patience than a daemon has."""
     monkeypatch.setattr(http_server.Connection, "head_timeout_s", head_timeout_s)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    server = http_server.make_server(hello)
+    server = http_server.make_server(app)
     thread = threading.Thread(target=lambda: http_server.run(server.serve(sockets=[listener])))
     thread.start()
     try:
@@ -49,6 +71,18 @@ def serving(monkeypatch: pytest.MonkeyPatch, head_timeout_s: float) -> Iterator[
 
 def connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def test_pieces_and_messages_come_in_the_order_they_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(monkeypatch, 30, count) as port:
+        url = f"http://127.0.0.1:{port}/"
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: httpx.get(url), range(40)))
+    expected = "".join(f"{number};" for number in range(60)) + "end"
+    assert {answer.text for answer in answers} == {expected}
+    assert all(answer.headers["transfer-encoding"] == "chunked" for answer in answers)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: local"])

@@ -122,8 +122,11 @@ def test_a_stopped_worker_is_replaced_and_its_stream_goes_on(
     behave(monkeypatch, token_s=0.01)
 
     async def work(stage: RealStage) -> None:
+        stopped_at: list[int] = []
+
         def stop(num_tokens: int) -> None:
-            if num_tokens == 10:
+            if num_tokens >= 10 and not stopped_at:
+                stopped_at.append(num_tokens)
                 stage.signal(signal.SIGSTOP)
 
         async with stage.manager.lease(MODEL) as lease:
