@@ -205,9 +205,9 @@ class Chaos:
     ) -> None:
         expected = self._expected[prompt]
         if error := last.get("error"):
-            is_explained = any(words in error for words in EXPLAINED)
-            self.tally.ends["told why" if is_explained else "wrong"] += 1
-            if not is_explained:
+            why = next((words for words in EXPLAINED if words in error), None)
+            self.tally.ends[f"told: {why}" if why else "wrong"] += 1
+            if why is None:
                 self.tally.wrong.append(f"{name}: {error}")
         elif not expected.startswith(text):
             self.tally.ends["wrong"] += 1
