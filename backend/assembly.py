@@ -24,6 +24,7 @@ from .models.container import Container, open_container
 from .models.encoder_config import is_encoder
 from .prompt import PromptBuilder, RequestRefused
 from .protocol import Load, Ready, Tokenize, Tokenized
+from .resident import trim_heap
 from .runner.model_runner import ModelRunner, NoMemory
 from .runner.prefix_files import PrefixFiles
 from .text.chat_template import ChatTemplate, TemplateError, load_chat_template
@@ -131,6 +132,8 @@ def _assemble(load: Load, progress: Progress) -> Model:
     checkpoint = with_adapters(checkpoint_of(container), load.files)
     checkpoint.config = checkpoint.config.serving(load.context_length)
     tokenizer = load_tokenizer(load.files, load.cache_dir, container.metadata)
+    container.forget_vocabulary()
+    trim_heap()  # a large vocabulary leaves as much behind as it keeps, and the weights come now
     progress(0.05, "reading weights")
     runner = _open_runner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
     engine = Engine(

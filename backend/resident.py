@@ -22,16 +22,21 @@ def give_back() -> None:
     """Leave nothing resident that is not needed at rest."""
     if sys.platform != "linux":
         return
+    trim_heap()
     libc = ctypes.CDLL(None)
-    trim = getattr(libc, "malloc_trim", None)  # not in every C library
-    if trim is not None:
-        trim(0)
     try:
         lines = SMAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for begin, end in clean_code(lines):
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """What was freed goes back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every C library
+    if trim is not None:
+        trim(0)
 
 
 def clean_code(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:

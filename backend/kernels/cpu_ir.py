@@ -160,6 +160,7 @@ def _define(arguments: str, build: Build) -> Intrinsic:
 load_int = _define("i", lambda e, a: e.load(a[0], _I64, align=8))
 store_int = _define("ii", lambda e, a: e.store(a[1], a[0], align=8))
 load_float = _define("i", lambda e, a: e.load(a[0], _F32))
+copy_pair = _define("ii", lambda e, a: e.store(e.load(a[0], _I16, align=2), a[1], align=2))
 load_byte = _define("i", lambda e, a: e.b.sitofp(e.load(a[0], _I8, align=1), _F32))
 load_nibbles = _define("i", lambda e, a: e.b.zext(e.load(a[0], _I8, align=1), _I64))
 load_half = _define("i", lambda e, a: e.b.fpext(e.load(a[0], _F16, align=2), _F32))

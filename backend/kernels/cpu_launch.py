@@ -18,6 +18,7 @@ import logging
 import platform
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from .cpu_threads import ThreadGovernor
 
 log = logging.getLogger("llmd.kernels")
 
+BYTES_Q8_0 = 34  # of a block
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
 SOURCES = tuple(
     f"cpu_{part}.py" for part in ("compile", "ir", "tiles", "step", "rows", "attend", "program")
@@ -87,11 +89,34 @@ class Launcher:
         now = time.perf_counter()
         self._threads.observe(now - began, time.process_time() - busy, now)
 
+    def run_alone(self, op: Sequence[int], num_items: int) -> None:
+        """Execute one operation, whose items are rows or the like."""
+        table = np.zeros(cpu_step.OP_FIELDS, dtype=np.int64)
+        table[: len(op)] = op
+        cells = np.zeros(40, dtype=np.int64)  # counter, arrivals, threads: lines of their own
+        header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
+        header[cpu_step.NUM_OPS], header[cpu_step.NUM_ROWS] = 1, num_items
+        header[cpu_step.OPS], header[cpu_step.COUNTERS] = table.ctypes.data, cells.ctypes.data
+        header[cpu_step.ARRIVALS] = cells.ctypes.data + 128
+        header[cpu_step.THREADS_SEEN] = cells.ctypes.data + 256
+        self.run(header)
+
 
 def prepare() -> None:
     """What the first load would compile is compiled now: the installation calls this."""
     if not why_not():
         _object_code()
+
+
+def pack_q8_0(launcher: Launcher, rows: Tensor, out: Tensor) -> None:
+    """GGUF's Q8_0 as it lies in the file into the strips of a packed matrix: nothing is lost.
+
+    rows uint8 [N, bytes of a row], N a multiple of 8; out uint8, contiguous.
+    """
+    assert rows.stride(1) == 1 and len(rows) % cpu_pack.STRIP == 0
+    num_blocks = rows.shape[1] // BYTES_Q8_0
+    op = (cpu_step.PACK_Q8, rows.data_ptr(), rows.stride(0), num_blocks, out.data_ptr())
+    launcher.run_alone(op, len(rows) // cpu_pack.STRIP)
 
 
 def _object_code() -> bytes:

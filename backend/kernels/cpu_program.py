@@ -30,7 +30,7 @@ from . import cpu_ir as vec
 from . import cpu_tiles
 from .cpu_attend import attend, merge
 from .cpu_compile import Table, inlined, kernel
-from .cpu_rows import best, cap, embed, gate, norm, quantize, rope, thin
+from .cpu_rows import best, cap, embed, gate, norm, pack_q8, quantize, rope, thin
 from .cpu_step import (
     ARRIVALS,
     ATTEND,
@@ -51,6 +51,7 @@ from .cpu_step import (
     NUM_TILES,
     OP_FIELDS,
     OPS,
+    PACK_Q8,
     ROPE,
     SCRATCH,
     SCRATCH_STRIDE,
@@ -213,6 +214,8 @@ def run_item(item: int, op: Table, head: Table, scratch: int) -> None:
         embed(item, op)
     elif kind == CAP:
         cap(item, op)
+    elif kind == PACK_Q8:
+        pack_q8(item, op)
     else:
         quantize(item, op)
 

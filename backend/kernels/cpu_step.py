@@ -38,7 +38,7 @@ PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
 # A query tile: first row, rows, position of the first, address of the block table (int64).
 TILE_FIELDS = 4
 
-NORM, MATMUL, ROPE, ATTEND, MERGE, GATE, QUANTIZE, BEST, THIN, EMBED, CAP = range(11)
+NORM, MATMUL, ROPE, ATTEND, MERGE, GATE, QUANTIZE, BEST, THIN, EMBED, CAP, PACK_Q8 = range(12)
 OP_FIELDS = 16
 
 MOST_LEFT = 2047  # ids that THIN writes for a row; it counts them all

@@ -47,21 +47,31 @@ class Choice:
         return f"{self.name} kernels: {self.reason}"
 
 
-def choose(device: torch.device, has_triton: bool | None = None) -> Choice:
-    """The form for this device. `has_triton` None looks whether the package is there."""
+def choose(device: torch.device, triton_problem: str | None = None) -> Choice:
+    """The form for this device. `triton_problem`: why Triton can't be used, empty if it can; None
+    tries to import it."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return Choice("triton", "TRITON_INTERPRET=1, the interpreter")
     if device.type != "cuda":  # ROCm builds of torch call their devices cuda too
         return Choice("torch", f"Triton does not run on {device.type}")
-    if has_triton is None:
-        has_triton = importlib.util.find_spec("triton") is not None
-    if has_triton:
+    problem = _problem_of_triton() if triton_problem is None else triton_problem
+    if not problem:
         return Choice("triton", f"{device} has Triton")
     return Choice(
         "torch",
-        f"{device} is a GPU, but Triton is not installed, and many times slower so; "
+        f"{device} is a GPU, but Triton {problem}, and it is many times slower so; "
         "`pip install triton` mends it",
     )
+
+
+def _problem_of_triton() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # of a build that does not fit this machine: anything
+        return f"cannot be imported ({type(error).__name__}: {error})"
+    return ""
 
 
 def load(choice: Choice) -> Kernels:

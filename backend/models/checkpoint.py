@@ -113,7 +113,8 @@ class _NamedCheckpoint:
             raw = raw[place.rows]
         if place.pairs_of_heads:
             raw = unpaired(raw, place.pairs_of_heads)
-        return StoredRows(raw, found.type)
+        is_copied = bool(place.pairs_of_heads) or isinstance(place.rows, list)
+        return StoredRows(raw, found.type, found.is_mapped and not is_copied)
 
     def _stored(self, place: Place, dtype: torch.dtype) -> Tensor:
         name = self._prefixed(place.name)

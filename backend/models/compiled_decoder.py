@@ -84,7 +84,7 @@ class CompiledDecoder:
         self.config = config
         self.dtype = KV_DTYPE
         self._launcher = launcher
-        with packing(checkpoint, launcher.max_threads) as packer:
+        with packing(checkpoint, launcher) as packer:
             load = _Loader(checkpoint, packer)
             self._network = _load_network(load, config, progress)
         self.weights_bytes = load.size_bytes

@@ -9,7 +9,10 @@ belongs to the system's cache.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +37,20 @@ class StoredRows:
 
     raw: Tensor
     type: str
+    is_mapped: bool = False  # `raw` are the file's own pages
+
+    def let_go(self, begin: int, end: int) -> None:
+        """These rows were read: their pages need not stay in this process's memory. A later touch
+        maps them again. Nothing that was written to must come here, and nothing is."""
+        rows = self.raw[begin:end]
+        if not self.is_mapped or not rows.is_contiguous() or sys.platform != "linux":
+            return
+        first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (rows.data_ptr() + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED
+            )
 
 
 class Container(Protocol):
@@ -56,6 +73,10 @@ class Container(Protocol):
     def rows(self, name: str) -> StoredRows | None:
         """The matrix, or the stack of matrices, as its bytes lie in the file, if its rows are
         quantised one by one."""
+        ...
+
+    def forget_vocabulary(self) -> None:
+        """A tokenizer was made of it: the metadata need not hold its lists any more."""
         ...
 
 
@@ -95,13 +116,19 @@ class GGUFContainer:
                 if name in self._tensors:
                     raise BadModel(f"two parts of the GGUF have a tensor {name}")
                 self._tensors[name] = (path, tensor)
-        self.metadata = _metadata_of_parts(headers)
+        self._metadata = dict(_metadata_of_parts(headers))
+        self.metadata: Mapping[str, Any] = self._metadata
         self.config: Mapping[str, Any] = {}
         self.names = frozenset(self._tensors)
         self._check_types()
         self.quantization = _type_of_most_bytes(
             (info.type, info.size_bytes) for _, info in self._tensors.values()
         )
+
+    def forget_vocabulary(self) -> None:
+        """They are the largest thing beside the weights."""
+        for key in ("tokens", "scores", "token_type", "merges"):
+            self._metadata.pop(f"tokenizer.ggml.{key}", None)
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         raw, info = self._raw(name)
@@ -116,7 +143,7 @@ class GGUFContainer:
         raw, info = self._raw(name)
         if info.type in ("F32", "F16", "BF16") or len(info.shape) < 2:
             return None
-        return StoredRows(raw.view(*info.shape[:-1], -1), info.type)
+        return StoredRows(raw.view(*info.shape[:-1], -1), info.type, is_mapped=True)
 
     def _raw(self, name: str) -> tuple[Tensor, gguf.TensorInfo]:
         if name not in self._tensors:
@@ -219,6 +246,9 @@ class SafetensorsContainer:
 
     def rows(self, name: str) -> StoredRows | None:
         return None
+
+    def forget_vocabulary(self) -> None:
+        """There is none among the tensors."""
 
     def _stored(self, name: str) -> Tensor:
         """As it lies in the file."""

@@ -16,13 +16,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels import cpu_pack
+from ..kernels.cpu_launch import Launcher, pack_q8_0
 from ..kernels.cpu_pack import PackedMatrix
 from .checkpoint import Checkpoint, QuantBlocks
 from .config import BadModel
@@ -32,6 +33,7 @@ from .dequantize import BLOCK_BYTES, BLOCK_SIZES, dequantize, integer_bits, quan
 log = logging.getLogger("llmd.models")
 
 PIECE = 1 << 18  # weights
+MOVED = 1 << 22  # ... that are only moved: all threads share such a piece
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class _Part:
     num_rows: int
     num_inputs: int
     bits: int  # of the integers; 0: none
+    stored: StoredRows | None = field(kw_only=True, default=None)  # as it lies in a GGUF
     integers: Callable[[int, int], QuantBlocks | None]  # of the rows from .. to
     floats: Callable[[int, int], Tensor]
 
@@ -50,8 +53,11 @@ class _Part:
 class Packer:
     """Packs matrices of one checkpoint. Made by `packing`, which ends its threads."""
 
-    def __init__(self, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, launcher: Launcher, pool: ThreadPoolExecutor
+    ) -> None:
         self._checkpoint = checkpoint
+        self._launcher = launcher
         self._pool = pool
 
     def matrix(self, names: Sequence[str]) -> PackedMatrix:
@@ -81,6 +87,8 @@ class Packer:
         if not bits:
             return None
         packed = cpu_pack.empty(bits, sum(part.num_rows for part in parts), parts[0].num_inputs)
+        if all(part.stored is not None and part.stored.type == "Q8_0" for part in parts):
+            return packed if self._copied(parts, packed) else None
 
         def pack(part: _Part, begin: int, end: int, row: int) -> bool:
             found = part.integers(begin, end)
@@ -94,6 +102,19 @@ class Packer:
             return True
 
         return packed if all(self._by_pieces(pack, parts)) else None
+
+    def _copied(self, parts: Sequence[_Part], packed: PackedMatrix) -> bool:
+        """Q8_0 needs no arithmetic, and is what most large tables of embeddings are stored in:
+        compiled code moves it. False if a scale is no number."""
+        for part, begin, end, row in _pieces(parts, MOVED):
+            assert part.stored is not None
+            raw = part.stored.raw[begin:end]
+            scales = raw.unflatten(1, (-1, BLOCK_BYTES["Q8_0"]))[..., :2].contiguous()
+            if not torch.isfinite(scales.view(torch.float16)).all():
+                return False
+            pack_q8_0(self._launcher, raw, cpu_pack.strips(packed, row, row + end - begin))
+            part.stored.let_go(begin, end)
+        return True
 
     def _rounded(self, name: str, parts: Sequence[_Part]) -> PackedMatrix:
         num_outputs = sum(part.num_rows for part in parts)
@@ -118,21 +139,23 @@ class Packer:
 
 
 @contextmanager
-def packing(checkpoint: Checkpoint, num_threads: int) -> Iterator[Packer]:
+def packing(checkpoint: Checkpoint, launcher: Launcher) -> Iterator[Packer]:
     """A packer, and threads for it. While it is open torch computes in one thread each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(num_threads, "packing") as pool:
-            yield Packer(checkpoint, pool)
+        with ThreadPoolExecutor(launcher.max_threads, "packing") as pool:
+            yield Packer(checkpoint, launcher, pool)
     finally:
         torch.set_num_threads(before)
 
 
-def _pieces(parts: Sequence[_Part]) -> Iterator[tuple[_Part, int, int, int]]:
+def _pieces(
+    parts: Sequence[_Part], num_weights: int = PIECE
+) -> Iterator[tuple[_Part, int, int, int]]:
     row = 0
     for part in parts:
-        step = max(PIECE // part.num_inputs // cpu_pack.COLUMNS, 1) * cpu_pack.COLUMNS
+        step = max(num_weights // part.num_inputs // cpu_pack.COLUMNS, 1) * cpu_pack.COLUMNS
         for begin in range(0, part.num_rows, step):
             yield part, begin, min(begin + step, part.num_rows), row + begin
         row += part.num_rows
@@ -143,12 +166,16 @@ def _of_stored(stored: StoredRows) -> _Part:
     num_inputs = raw.shape[1] // BLOCK_BYTES[type] * BLOCK_SIZES[type]
 
     def integers(begin: int, end: int) -> QuantBlocks | None:
-        return quant_blocks(raw[begin:end].reshape(-1), type, end - begin)
+        found = quant_blocks(raw[begin:end].reshape(-1), type, end - begin)
+        stored.let_go(begin, end)
+        return found
 
     def floats(begin: int, end: int) -> Tensor:
-        return dequantize(raw[begin:end].reshape(-1), type, torch.float32).view(-1, num_inputs)
+        found = dequantize(raw[begin:end].reshape(-1), type, torch.float32).view(-1, num_inputs)
+        stored.let_go(begin, end)
+        return found
 
-    return _Part(len(raw), num_inputs, integer_bits(type), integers, floats)
+    return _Part(len(raw), num_inputs, integer_bits(type), integers, floats, stored=stored)
 
 
 def _of_integers(blocks: QuantBlocks, floats: Callable[[], Tensor]) -> _Part:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,11 +181,29 @@ def test_a_forbidden_token_is_never_drawn() -> None:
 
 def test_the_choice_says_why() -> None:
     gpu = torch.device("cuda:0")
-    assert select.choose(gpu, has_triton=True).name == "triton"
+    assert select.choose(gpu, triton_problem="").name == "triton"
     assert select.choose(torch.device("mps")).name == "torch"
-    without = select.choose(gpu, has_triton=False)
+    without = select.choose(gpu, triton_problem="is not installed")
     assert without.name == "torch"
     assert "pip install triton" in str(without)
+
+
+def test_a_triton_that_cannot_be_imported_leaves_the_torch_path(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise RuntimeError('no ptxas here')")
+    code = (
+        "import torch; from llmd.backend.kernels import select; "
+        "print(select.choose(torch.device('cuda:0')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("torch kernels: cuda:0 is a GPU, but Triton cannot be imported")
+    assert "no ptxas here" in done.stdout
 
 
 def test_a_cpu_never_imports_triton() -> None:

@@ -38,7 +38,7 @@ def _perplexity(decoder: Decoder | CompiledDecoder, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"compiled kernels: {why_not()}")
-def test_perplexity_is_within_half_a_percent_of_float32(smollm2_gguf: Path) -> None:
+def test_perplexity_is_within_one_percent_of_float32(smollm2_gguf: Path) -> None:
     files = [ModelFile(smollm2_gguf.name, "weights", str(smollm2_gguf))]
     text = LICENSE.read_text(encoding="utf-8")
     tokenizer = load_tokenizer(files, "")
@@ -46,4 +46,4 @@ def test_perplexity_is_within_half_a_percent_of_float32(smollm2_gguf: Path) -> N
     checkpoint = open_checkpoint(files)
     wanted = _perplexity(Decoder(checkpoint, torch.float32), ids)
     found = _perplexity(CompiledDecoder(checkpoint, Launcher(num_threads=2)), ids)
-    assert found == pytest.approx(wanted, rel=0.005)
+    assert found == pytest.approx(wanted, rel=0.01)

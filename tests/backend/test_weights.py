@@ -141,6 +141,34 @@ def _part(path: Path, number: int) -> Path:
     return path
 
 
+def test_pages_that_were_let_go_come_back_as_they_were(smollm2_gguf: Path) -> None:
+    container = open_container(_weights(smollm2_gguf))
+    rows = container.rows("token_embd.weight")
+    assert rows is not None and rows.is_mapped
+    before = rows.raw.clone()
+    rows.let_go(0, len(rows.raw))
+    rows.let_go(7, 8)  # less than a page
+    assert torch.equal(rows.raw, before)
+
+
+def test_rows_that_were_copied_are_never_let_go(smollm2_gguf: Path) -> None:
+    """They are no file's pages: what is let go of them would be lost."""
+    checkpoint = open_checkpoint(_weights(smollm2_gguf))
+    permuted = checkpoint.rows("model.layers.0.self_attn.q_proj.weight")
+    assert permuted is not None and not permuted.is_mapped
+    before = permuted.raw.clone()
+    permuted.let_go(0, len(permuted.raw))
+    assert torch.equal(permuted.raw, before)
+
+
+def test_a_vocabulary_that_is_forgotten_leaves_the_rest(smollm2_gguf: Path) -> None:
+    container = open_container(_weights(smollm2_gguf))
+    assert "tokenizer.ggml.tokens" in container.metadata
+    container.forget_vocabulary()
+    assert "tokenizer.ggml.tokens" not in container.metadata
+    assert "tokenizer.chat_template" in container.metadata
+
+
 def test_a_model_without_weights_is_refused() -> None:
     with pytest.raises(BadModel, match="no weights"):
         open_checkpoint([])

@@ -119,13 +119,14 @@ SETTINGS = [
 @pytest.mark.parametrize("kind", ["normal", "tied", "masked"])
 def test_draws_equal_their_twin(kind: str) -> None:
     num_seeds, vocab_size = (8, 5000) if IS_FULL else (1, 1100)
-    num_rows = num_seeds * len(SETTINGS)
+    settings = SETTINGS if IS_FULL or kind == "normal" else SETTINGS[1::2]
+    num_rows = num_seeds * len(settings)
     logits = randn(num_rows, vocab_size, seed=7) * 3
     if kind == "tied":
         logits = logits.round()
     if kind == "masked":
         logits[:, 3:] = float("-inf")
-    columns = list(zip(*(SETTINGS * num_seeds), strict=True))
+    columns = list(zip(*(settings * num_seeds), strict=True))
     arguments = (
         logits,
         torch.tensor(columns[0], device=DEVICE),

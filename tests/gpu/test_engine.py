@@ -32,7 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "8 bits": {"bits": 8},
     "4 bits and qk-norm": {"bits": 4, "qk_norm": True},
 } | {variant: {"variant": variant} for variant in VARIANTS}
-COUNT, MAX_TOKENS, LENGTHS, CHUNK = (4, 6, (40, 3, 17, 33), 24) if IS_FULL else (2, 3, (17, 2), 9)
+COUNT, MAX_TOKENS, LENGTHS, CHUNK = (4, 6, (40, 3, 17, 33), 24) if IS_FULL else (2, 2, (17, 2), 9)
+PREEMPTED_AT = 3 if IS_FULL else 2  # a step
 
 
 @pytest.mark.parametrize("name", MODELS if IS_FULL else ["4 bits and qk-norm"])
@@ -46,7 +47,7 @@ def test_mixed_chunked_preempted_and_cached_tokens_are_those_of_torch(name: str)
     expected = run(make_engine(make_runner(checkpoint, TORCH)), wanted)
 
     def preempt(engine: Engine, step: int) -> None:
-        if step == 3:
+        if step == PREEMPTED_AT:
             assert engine.force_preempt("0")
 
     engine = make_engine(make_runner(checkpoint, TRITON), prefill_chunk=CHUNK)
