@@ -52,7 +52,7 @@ def measure(
 ) -> tuple[float, list[float]]:
     """Tokens per second of the prompts, and the seconds of each decode step."""
     rng = random.Random(0)
-    held = -(-(context + num_steps + 2) // runner.block_size)
+    held = -(-(context + num_steps + 2) // runner.block_size) * runner.groups.num_groups
     began = clock()
     for row in range(num_seqs):
         ids = tuple(rng.choices(range(1000, 40_000), k=context))
