@@ -31,7 +31,7 @@ import urllib.request
 from collections.abc import Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -161,6 +161,15 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
     return run(main)
 
 
+class Measured(NamedTuple):
+    """In seconds; `used` of all cores, by each process that was asked about."""
+
+    delays: list[float]
+    took: float
+    used: list[float]
+    num_reads: int  # less than there are tokens, where the daemon or the client was late
+
+
 def load(port: int) -> None:
     """The model, before anything is measured."""
     body = json.dumps({"model": "clock", "stream": False}).encode()
@@ -169,12 +178,8 @@ def load(port: int) -> None:
         answer.read()
 
 
-def measure(
-    port: int, streams: int, tokens: int, everyone: Sequence[psutil.Process]
-) -> tuple[list[float], float, list[float]]:
-    """The delays of all tokens, how long they took, and what everyone used of the cores meanwhile.
-
-    All in seconds.
+def measure(port: int, streams: int, tokens: int, everyone: Sequence[psutil.Process]) -> Measured:
+    """All streams from their first token to their last.
 
     What the client does takes from the cores that it measures. So it looks at all sockets once in
     a while (its nap counts as delay: to be woken for each piece would cost the daemon that wakes it
@@ -210,7 +215,7 @@ def measure(
     used = [cpu_s(one) - past for one, past in zip(everyone, before, strict=True)]
     delays = [(now - int(stamp)) / 1e9 for now, data in came for stamp in STAMP.findall(data)]
     assert len(delays) == streams * tokens, "a stream ended early"
-    return delays, took, used
+    return Measured(delays, took, used, len(came))
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -235,13 +240,13 @@ def run(streams: int, rate: float, seconds: float) -> dict[str, object]:
             process = psutil.Process(daemon.pid)
             worker = process.children()[0]
             everyone = (process, worker, psutil.Process())
-            delays, took, used = measure(port, streams, int(rate * seconds / streams), everyone)
-            daemon_s, worker_s, client_s = used
+            seen = measure(port, streams, int(rate * seconds / streams), everyone)
             rss = process.memory_info().rss
         finally:
             daemon.terminate()
             daemon.wait()
-    delays.sort()
+    delays, took = sorted(seen.delays), seen.took
+    daemon_s, worker_s, client_s = seen.used
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "streams": streams,
@@ -251,6 +256,7 @@ def run(streams: int, rate: float, seconds: float) -> dict[str, object]:
         "p99_ms": round(delays[int(len(delays) * 0.99)] * 1e3, 2),
         "daemon_core_share": round(daemon_s / took, 3),
         "us_per_token": round(daemon_s / max(1, len(delays)) * 1e6, 1),
+        "reads_per_token": round(seen.num_reads / len(delays), 2),
         "worker_core_share": round(worker_s / took, 3),
         "client_core_share": round(client_s / took, 3),
         "rss_mb": round(rss / 1e6),

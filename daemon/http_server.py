@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             write_now = functools.partial(self.outbox.put, self.cycle)
-            self.scope["extensions"] = {WRITE_NOW: write_now}  # type: ignore[typeddict-item]
+            self.scope["extensions"] = {WRITE_NOW: write_now}  # type: ignore[dict-item]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -134,9 +134,9 @@ class Outbox:
             return False
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self.flush)
-        transport = cycle.transport
-        before = self._pieces.get(transport, b"")
-        self._pieces[transport] = b"%b%x\r\n%b\r\n" % (before, len(piece), piece)
+        framed = b"%x\r\n%b\r\n" % (len(piece), piece)
+        before = self._pieces.get(cycle.transport)
+        self._pieces[cycle.transport] = framed if before is None else before + framed
         return True
 
     def flush(self) -> None:
