@@ -452,9 +452,10 @@ class ModelManager:
         return Need(entry.weights_bytes, num_layers, entry.size_bytes)
 
     def _measure(self, entry: Entry) -> None:
+        """What it takes now; remembered, as soon as the worker has told it."""
         if entry.worker is not None and entry.worker.ready is not None:
             entry.size_bytes = entry.resident_bytes
-            if not entry.on_devices:
+            if not entry.on_devices and entry.worker.stats.rss_bytes:
                 base = entry.resident_bytes - entry.kv_bytes
                 digest = entry.manifest.digest
                 self._remembered.put(digest, self._settings.dtype, base)
@@ -517,6 +518,7 @@ class ModelManager:
         if entry.is_leaving or entry.worker is None:
             return
         entry.is_leaving = True
+        self._measure(entry)
         self._counters["unloads"] += 1
         self._note(entry, "unloaded", reason)
         self._start(entry.worker.stop(drain_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llmd.backend.protocol import Stats
 from llmd.daemon.devices import Device, Inventory
 from llmd.daemon.errors import DiedInLoad, LoadFailed, NoMemory, ServerBusy
 from llmd.daemon.holdoff import FIRST_S, HoldOff
@@ -263,6 +265,21 @@ def test_memory_that_other_programs_hold_is_not_taken(tmp_path: Path) -> None:
             pass
         assert [model.manifest.name.model for model in manager.loaded()] == ["b"]
         await manager.shutdown()
+
+    run_virtually(work)
+
+
+def test_what_a_model_took_is_remembered_once_its_worker_has_told_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        stage = VirtualStage(tmp_path, {"a": 0})  # it has told no figures yet
+        await stage.use("a")
+        (digest,) = (model.digest for model in stage.store.list())
+        path = tmp_path / "derived" / digest / "memory.json"
+        assert not path.exists(), "the size of its files is no measure"
+        stage.spawner.alive["a:latest"].stats = Stats(rss_bytes=3 * GB)
+        await stage.manager.unload(ModelName.parse("a"))
+        assert json.loads(path.read_text()) == {"auto": 3 * GB}
+        await stage.close()
 
     run_virtually(work)
 
