@@ -43,6 +43,7 @@ def build_decoder(
             reason = self_test(launcher)
             if not reason:
                 loaded = lambda share: progress(share, "reading weights")  # noqa: E731
+                loaded(0.0)
                 return CompiledDecoder(checkpoint, launcher, loaded), "compiled"
             log.warning("compiled kernels are not used: %s", reason)
         dtype = fallback_dtype

@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from .pretokenizers import pre_tokenizer
@@ -38,6 +40,7 @@ Metadata = Mapping[str, Any]
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "▁"
 _GEMMAS_WITH_FALSE_SCORES = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma-embedding")
+_PRIME = np.uint64(0x100000001B3)  # of FNV-1a
 _LAYOUT = "3"  # part of that file's name: grows when the same tokens would give other merges
 
 
@@ -225,19 +228,63 @@ _BUILDERS: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {
 def derive_merges(tokens: Sequence[str], ranks: Sequence[float]) -> list[tuple[str, str]]:
     """Every cut of a token into two tokens, best whole first (the lowest rank).
 
-    Of the cuts of one token, the one whose left half comes first in the vocabulary is first: it
-    never matters, since all of them make the same token.
+    Of the cuts of one token the one with the shortest left half is first: it never matters, since
+    all of them make the same token.
     """
-    known = set(tokens)
-    order = sorted(range(len(tokens)), key=lambda token_id: (ranks[token_id], token_id))
-    merges = []
-    for token_id in order:
-        token = tokens[token_id]
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in known and right in known:
-                merges.append((left, right))
-    return merges
+    return _pairs_of(tokens, _merge_ids(tokens, ranks).ravel().tolist())
+
+
+def _pairs_of(tokens: Sequence[str], ids: Sequence[int]) -> list[tuple[str, str]]:
+    """Two ids make a merge."""
+    texts = [tokens[token_id] for token_id in ids]
+    return list(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _merge_ids(tokens: Sequence[str], ranks: Sequence[float]) -> NDArray[np.int32]:
+    """[merges, 2], the ids of the halves.
+
+    Millions of parts are looked up at once: by hashes, polynomials modulo 2 ** 64, of which that of
+    a right half follows from those of the whole and the left one.
+    """
+    order = np.lexsort((np.arange(len(tokens)), np.asarray(ranks)))
+    texts = [tokens[token_id] for token_id in order.tolist()]
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    encoded = "".join(texts).encode("utf-32-le", "surrogatepass")
+    starts = np.cumsum(lengths) - lengths
+    powers = np.full(int(lengths.max(initial=0)) + 1, _PRIME, dtype=np.uint64)
+    powers[0] = 1
+    powers = np.multiply.accumulate(powers)
+    prefixes = _scattered(np.frombuffer(encoded, dtype=np.uint32).astype(np.uint64))
+    for place in range(1, len(powers) - 1):  # the hashes of all beginnings, a character at a time
+        at = starts[lengths > place] + place
+        prefixes[at] += prefixes[at - 1] * _PRIME
+    is_spelt = lengths > 0
+    wholes = prefixes[(starts + lengths - 1)[is_spelt]]
+    sorting = np.argsort(wholes, kind="stable")
+    known, known_ids = wholes[sorting], order[is_spelt][sorting]
+    left = _found(known, prefixes)
+    is_last = np.zeros(len(prefixes), dtype=bool)
+    is_last[(starts + lengths - 1)[is_spelt]] = True
+    cuts = np.flatnonzero((left >= 0) & ~is_last)
+    owner = np.searchsorted(starts[is_spelt], cuts, side="right") - 1
+    rest = (starts + lengths)[is_spelt][owner] - 1 - cuts
+    right = _found(known, wholes[owner] - prefixes[cuts] * powers[rest])
+    pairs = np.stack((known_ids[left[cuts]], known_ids[right]), axis=1)
+    return pairs[right >= 0].astype(np.int32)
+
+
+def _found(known: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Where in `known`, which is sorted; -1 if it is not there."""
+    places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[places] == wanted, places, -1)
+
+
+def _scattered(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64: neighbours in the alphabet become numbers without a pattern."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:
@@ -261,14 +308,11 @@ def _kept_merges(
     derived_from.update(array("d", ranks).tobytes())
     path = folder / f"merges-{derived_from.hexdigest()}.bin"
     kept = _read_ids(path, len(tokens))
-    if kept is not None:
-        ids = iter(kept)
-        return [(tokens[left], tokens[right]) for left, right in zip(ids, ids, strict=True)]
-    merges = derive_merges(tokens, ranks)
-    id_of = _ids(tokens)
-    numbers = array("i", [id_of[token] for merge in merges for token in merge]).tobytes()
-    _write_atomically(path, hashlib.blake2b(numbers).digest() + numbers)
-    return merges
+    if kept is None:
+        kept = array("i", _merge_ids(tokens, ranks).tobytes())
+        numbers = kept.tobytes()
+        _write_atomically(path, hashlib.blake2b(numbers).digest() + numbers)
+    return _pairs_of(tokens, kept)
 
 
 def _read_ids(path: Path, vocab_size: int) -> array[int] | None:
