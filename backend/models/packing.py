@@ -109,7 +109,7 @@ class Packer:
         for part, begin, end, row in _pieces(parts, MOVED):
             assert part.stored is not None
             raw = part.stored.raw[begin:end]
-            scales = raw.unflatten(1, (-1, BLOCK_BYTES["Q8_0"]))[..., :2].contiguous()
+            scales = raw.view(len(raw), -1, BLOCK_BYTES["Q8_0"])[..., :2].contiguous()
             if not torch.isfinite(scales.view(torch.float16)).all():
                 return False
             pack_q8_0(self._launcher, raw, cpu_pack.strips(packed, row, row + end - begin))
