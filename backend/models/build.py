@@ -42,8 +42,8 @@ def build_decoder(
             launcher = Launcher(num_threads)
             reason = self_test(launcher)
             if not reason:
+                progress(0.0, "reading weights")
                 loaded = lambda share: progress(share, "reading weights")  # noqa: E731
-                loaded(0.0)
                 return CompiledDecoder(checkpoint, launcher, loaded), "compiled"
             log.warning("compiled kernels are not used: %s", reason)
         dtype = fallback_dtype
