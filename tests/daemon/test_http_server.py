@@ -140,9 +140,13 @@ def test_a_reader_that_takes_nothing_is_let_go(
     daemon: LiveDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server.Connection, "stall_timeout_s", 0.3)
-    script = json.dumps([{"text": "x" * 2**20}] * 32)  # more than the buffers between us hold
+    # More than the buffers between us hold, and then an end that is long in coming.
+    script = json.dumps([*[{"text": "x" * 2**20}] * 12, {"sleep_s": 60, "text": "end"}])
     body = json.dumps({"model": "plain", "prompt": f"SCRIPT {script}"}).encode()
-    with connected(daemon.port) as client:
+    with socket.socket() as client:
+        # A buffer of a set size: the system lets others grow, to 32 MiB on some machines.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.connect(("127.0.0.1", daemon.port))
         head = f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
         client.sendall(head.encode() + b"\r\n\r\n" + body)
         client.recv(10)  # the answer has begun; now nothing is read until it is broken off
