@@ -9,7 +9,9 @@ it has read it. Told: the delay from worker to client, and the daemon's share of
     python benchmarks/daemon_overhead.py --streams 200 --rate 20000 --seconds 10
 
 Results are kept in benchmarks/results/daemon_overhead.csv, with the machine's load: on a busy
-machine the delay is mostly the wait for a core.
+machine the delay is mostly the wait for a core. What the daemon cannot avoid is one write for each
+token of each stream: on the virtual machine of the kept figures (1.8 us for the cheapest system
+call) a loop that does nothing else takes 12 us of processor time for it, and uvloop 14.
 """
 
 from __future__ import annotations
