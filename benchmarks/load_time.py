@@ -2,7 +2,8 @@
 
 Each load is a fresh process with the collector off, as a worker is; the first one finds an empty
 cache folder. Seconds are from the Load message to ready, without starting Python and importing
-torch, which every worker does. Memory is what the process gained over what it held before the load,
+torch, which every worker does; those of all cores together are what a busy machine does not change
+much. Memory is what the process gained over what it held before the load,
 at its peak and when ready, as multiples of the weights that stay.
 """
 
@@ -28,8 +29,10 @@ def main() -> None:
     if args.cache:
         print(json.dumps(load(args.models[0], args.cache)))
         return
-    print("| model | load | s | weights, MB | gained when ready | at the peak | kernels |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| model | load | s | of all cores | weights, MB | gained when ready | at the peak | by |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(args.rounds):
@@ -38,7 +41,8 @@ def main() -> None:
                 found = json.loads(done.stdout)
                 print(
                     f"| {model.name} | {'first' if number == 0 else 'later'} "
-                    f"| {found['seconds']:.2f} | {found['weights'] / 1e6:.0f} "
+                    f"| {found['seconds']:.2f} | {found['cpu']:.2f} "
+                    f"| {found['weights'] / 1e6:.0f} "
                     f"| {found['ready'] / found['weights']:.2f} × "
                     f"| {found['peak'] / found['weights']:.2f} × | {found['kernels']} |",
                     flush=True,
@@ -59,12 +63,13 @@ def load(model: Path, cache: Path) -> dict[str, float | str]:
     before = process.memory_info().rss
     files = [ModelFile("model.gguf", "weights", str(model))]
     message = Load(name="m", digest="d", files=files, cache_dir=str(cache), context_length=4096)
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     loaded = load_model(message, lambda share, stage: None)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
     return {
         "seconds": seconds,
+        "cpu": cpu,
         "weights": loaded.ready.weights_bytes,
         "ready": process.memory_info().rss - before,
         "peak": peak - before,
