@@ -289,7 +289,17 @@ REQUESTS: list[tuple[str, str, str, list[Any]]] = [
             {"model": "plain", "messages": USER, "tools": [TOOL], "options": {"top_k": "x"}},
         ],
     ),
-    ("embed-errors", "POST", "/api/embed", ["", {}, {"model": "embedder", "input": ["a", 5]}]),
+    (
+        "embed-errors",
+        "POST",
+        "/api/embed",
+        [
+            "",
+            {},
+            {"model": "embedder", "input": ["a", 5]},
+            {"model": "embedder", "input": "too long", "truncate": False},
+        ],
+    ),
     ("embeddings-errors", "POST", "/api/embeddings", ["", {"model": "x", "prompt": "a"}]),
     ("create-errors", "POST", "/api/create", ["", {"model": "a b", "from": "plain"}, BAD_FILE]),
     ("copy-errors", "POST", "/api/copy", ["", {"source": "a b", "destination": "c"}]),
