@@ -143,7 +143,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     # Those that a user defined are looked for in the text as it is, before spaces are respelled.
     tokens = [
-        token if kind == USER_DEFINED else _respaced(token)
+        token if " " not in token or kind == USER_DEFINED else _respaced(token)
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
     ]
     architecture = vocabulary.metadata.get("general.architecture", "")
@@ -236,8 +236,8 @@ def derive_merges(tokens: Sequence[str], ranks: Sequence[float]) -> list[tuple[s
 
 def _pairs_of(tokens: Sequence[str], ids: Sequence[int]) -> list[tuple[str, str]]:
     """Two ids make a merge."""
-    texts = [tokens[token_id] for token_id in ids]
-    return list(zip(texts[::2], texts[1::2], strict=True))
+    token = tokens.__getitem__
+    return list(zip(map(token, ids[::2]), map(token, ids[1::2]), strict=True))
 
 
 def _merge_ids(tokens: Sequence[str], ranks: Sequence[float]) -> NDArray[np.int32]:
