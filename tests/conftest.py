@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,18 @@ import pytest
 
 from . import model_files
 
-LONGEST = "test_truth.py"
+LONGEST = "test_kernels_triton.py"
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs deaf to Ctrl+C, and what they start inherits that: the
+    programs that the tests interrupt would go on."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file begins first: with two processes, the other one has time for the rest."""
+    """The longest file begins first: the other processes have time for the rest."""
     items.sort(key=lambda item: item.path.name != LONGEST)
 
 

@@ -106,7 +106,8 @@ def test_a_known_prefix_is_not_computed_again(daemon: tuple[Daemon, str]) -> Non
 
 def test_a_client_that_leaves_takes_its_sequence_along(daemon: tuple[Daemon, str]) -> None:
     server, model = daemon
-    body = chat(model, "Count from one to one thousand.", options={"num_predict": 4000})
+    endless = {"type": "array", "items": {"type": "integer"}, "minItems": 4000}
+    body = chat(model, "Count.", options={"temperature": 0, "num_predict": 4000}, format=endless)
     stream = server.lines("/api/chat", body)
     next(stream)
     wait_until(lambda: server.ps()[0]["running"] == 1, "the figures of the first step")
