@@ -12,7 +12,7 @@ import pytest
 
 from . import model_files
 
-LONGEST = "test_kernels_triton.py"
+LONGEST = "test_truth.py"
 
 
 def pytest_configure() -> None:

@@ -23,7 +23,7 @@ from .truth import (
     tokenizer_of,
 )
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,8 @@ class TruthEngine:
 
     @classmethod
     def load(cls, files: list[ModelFile], tokenizer: Tokenizer, dtype: str) -> TruthEngine:
-        load = Load("truth", "truth", files, dtype=dtype, context_length=1024)
+        # One thread: memory is what a step waits for, and other tests run on the other core.
+        load = Load("truth", "truth", files, dtype=dtype, context_length=1024, num_threads=1)
         runner = ModelRunner(open_checkpoint(files), load, lambda share, stage: None)
         return cls(tokenizer, runner)
 
