@@ -1,6 +1,7 @@
 """The engine says what transformers says, token for token, however the work is cut.
 
-Real weights (SmolLM2-135M), float32, greedy. One reference run of transformers serves all tests.
+Real weights (SmolLM2-135M), float32, greedy. One reference run of transformers serves all tests;
+each prompt alone, which takes as long as all others, is in test_truth_alone.
 """
 
 from __future__ import annotations
@@ -12,41 +13,14 @@ import pytest
 from llmd.backend.protocol import SamplingParams
 
 from .truth import (
-    PROMPTS,
     TruthEngine,
     add,
-    continued_by_transformers,
     folder_files,
-    gguf_files,
     run,
-    save_for_transformers,
     tokenizer_of,
 )
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("smollm2")
-    save_for_transformers(smollm2_gguf, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prompts(smollm2_gguf: Path) -> list[list[int]]:
-    tokenizer = tokenizer_of(smollm2_gguf)
-    return [tokenizer.encode(text) for text in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return continued_by_transformers(folder, prompts)
-
-
-@pytest.fixture(scope="module")
-def truth(smollm2_gguf: Path) -> TruthEngine:
-    return TruthEngine.load(gguf_files(smollm2_gguf), tokenizer_of(smollm2_gguf), "float32")
 
 
 def all_of(
@@ -58,15 +32,6 @@ def all_of(
         add(engine, f"p{index}", prompt)
     found = run(engine, preempt_at)
     return [found[f"p{index}"] for index in range(len(prompts))]
-
-
-def test_each_alone_equals_transformers(
-    truth: TruthEngine, prompts: list[list[int]], reference: list[list[int]]
-) -> None:
-    for prompt, expected in zip(prompts, reference, strict=True):
-        engine = truth.engine()
-        add(engine, "alone", prompt)
-        assert run(engine) == {"alone": expected}
 
 
 def test_in_batches_of_eight_equals_transformers(
