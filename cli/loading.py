@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,22 +21,17 @@ def loading_spinner(client: Client, model: str, text: str) -> Iterator[Spinner]:
     """`text` while the model is not loading: `waiting for smollm2`. Where stderr is no terminal
     nothing is shown and nothing is asked."""
     with Spinner(text) as spinner:
-        is_over = threading.Event()
-        watcher = threading.Thread(
-            target=_watch, args=(client, model, text, spinner, is_over), daemon=True
-        )
+        watcher = threading.Thread(target=_watch, args=(client, model, text, spinner), daemon=True)
         if sys.stderr.isatty():
             watcher.start()
-        try:
-            yield spinner
-        finally:
-            is_over.set()
+        yield spinner
 
 
-def _watch(
-    client: Client, model: str, text: str, spinner: Spinner, is_over: threading.Event
-) -> None:
-    while not is_over.wait(POLL_S) and spinner.is_turning:
+def _watch(client: Client, model: str, text: str, spinner: Spinner) -> None:
+    while True:
+        time.sleep(POLL_S)
+        if not spinner.is_turning:
+            return
         try:
             models = client.get("/api/ps", TIMEOUT_S)["models"]
         except (ApiError, Unreachable):

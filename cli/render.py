@@ -6,6 +6,7 @@ no spinner, and a pull is told in plain lines: one for each status, one for each
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -25,11 +26,16 @@ _TENTH = 10
 
 
 class Spinner:
-    """Shows that something goes on, and for how long. `stop` may be called more than once."""
+    """Shows that something goes on, and for how long.
+
+    `stop` may be called again, also after a Ctrl+C in the middle of it. That is why its thread is
+    told by a SimpleQueue: what threading.Event waits for stays locked if one comes at a bad time.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # something is in it: end
         self._thread = threading.Thread(target=self._turn, daemon=True)
 
     def __enter__(self) -> Spinner:
@@ -46,14 +52,18 @@ class Spinner:
         self.stop()
 
     def stop(self) -> None:
-        self._is_over.set()
+        """Return when nothing of it is on the terminal any more."""
+        if self._is_over:
+            return
+        self._ends.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self._is_over = True
 
     @property
     def is_turning(self) -> bool:
         """Until `stop`."""
-        return not self._is_over.is_set()
+        return not self._is_over
 
     def say(self, text: str) -> None:
         """Show another text from now on."""
@@ -68,10 +78,10 @@ class Spinner:
 
     def _turn(self) -> None:
         began = time.monotonic()
-        if self._is_over.wait(_HIDDEN_S):
+        if self._is_ended_within(_HIDDEN_S):
             return
         number = 0
-        while not self._is_over.wait(_FRAME_S):
+        while not self._is_ended_within(_FRAME_S):
             number += 1
             frame, seconds = _FRAMES[number % len(_FRAMES)], int(time.monotonic() - began)
             shown = f" {seconds} s" if seconds else ""
@@ -79,6 +89,13 @@ class Spinner:
             sys.stderr.flush()
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
+
+    def _is_ended_within(self, seconds: float) -> bool:
+        try:
+            self._ends.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        return True
 
 
 def pull_display(name: str, verb: str = "pulling") -> PullDisplay:

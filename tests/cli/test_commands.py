@@ -135,7 +135,6 @@ def test_an_error_in_the_middle_of_an_answer_is_an_error(fake: FakeDaemon, tmp_p
     assert result.stderr == "Error: the worker ended\n"
 
 
-@pytest.mark.alone
 def test_ctrl_c_ends_the_answer_and_is_no_failure(fake: FakeDaemon, tmp_path: Path) -> None:
     fake.answers["POST /api/generate"] = endless({"response": "na ", "done": False})
     child = subprocess.Popen(
@@ -148,11 +147,7 @@ def test_ctrl_c_ends_the_answer_and_is_no_failure(fake: FakeDaemon, tmp_path: Pa
     assert child.stdout is not None
     assert child.stdout.read(3) == b"na "
     child.send_signal(signal.SIGINT)
-    try:
-        _, errors = child.communicate(timeout=5)
-    except subprocess.TimeoutExpired:  # seen once: a first press without effect, cause unknown
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=20)
+    _, errors = child.communicate(timeout=20)
     assert (child.returncode, errors) == (0, b"")
 
 
