@@ -140,9 +140,11 @@ class Outbox:
         return True
 
     def flush(self) -> None:
+        """A client that left in this turn gets nothing, and costs the others nothing."""
         pieces, self._pieces = self._pieces, {}
         for transport, waiting in pieces.items():
-            transport.write(waiting)
+            if not transport.is_closing():  # uvloop raises for one that is closed
+                transport.write(waiting)
 
     def before(self, app: ASGIApp) -> ASGIApp:
         """The application, its messages in order with its pieces."""

@@ -12,11 +12,14 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 import zstandard
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from llmd.daemon import http_server
 from llmd.daemon.routes import call
@@ -83,6 +86,37 @@ def test_pieces_and_messages_come_in_the_order_they_were_given(
     expected = "".join(f"{number};" for number in range(60)) + "end"
     assert {answer.text for answer in answers} == {expected}
     assert all(answer.headers["transfer-encoding"] == "chunked" for answer in answers)
+
+
+async def given_while_another_leaves() -> bytes:
+    """What a client gets whose piece is sent after that of one who has left in the same turn."""
+    loop, outbox = asyncio.get_running_loop(), http_server.Outbox()
+    (leaving, _), (staying, client) = socket.socketpair(), socket.socketpair()
+    with leaving, staying, client:
+        for one in (leaving, staying, client):
+            one.setblocking(False)
+        gone, _ = await loop.create_connection(asyncio.Protocol, sock=leaving)
+        here, _ = await loop.create_connection(asyncio.Protocol, sock=staying)
+        for transport in (gone, here):
+            cycle = SimpleNamespace(
+                transport=transport,
+                disconnected=False,
+                response_complete=False,
+                chunked_encoding=True,
+                flow=SimpleNamespace(write_paused=False),
+            )
+            assert outbox.put(cast("RequestResponseCycle", cycle), b"piece")
+        gone.abort()
+        await asyncio.sleep(0)
+        outbox.flush()
+        received = await asyncio.wait_for(loop.sock_recv(client, 100), 10)
+        here.close()
+        await asyncio.sleep(0)
+    return received
+
+
+def test_a_client_that_leaves_takes_nobody_elses_piece_along() -> None:
+    assert http_server.run(given_while_another_leaves()) == b"5\r\npiece\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: local"])
