@@ -24,7 +24,7 @@ from .models.container import Container, open_container
 from .models.encoder_config import is_encoder
 from .prompt import PromptBuilder, RequestRefused
 from .protocol import Load, Ready, Tokenize, Tokenized
-from .resident import give_back, trim_heap
+from .resident import trim_heap
 from .runner.model_runner import ModelRunner, NoMemory
 from .runner.prefix_files import PrefixFiles
 from .text.chat_template import ChatTemplate, TemplateError, load_chat_template
@@ -135,7 +135,7 @@ def _assemble(load: Load, progress: Progress) -> Model:
     container.forget_vocabulary()
     trim_heap()  # a large vocabulary leaves as much behind as it keeps, and the weights come now
     progress(0.05, "reading weights")
-    runner = _open_runner(checkpoint, load, _lean(progress))
+    runner = _open_runner(checkpoint, load, lambda part, stage: progress(0.05 + 0.9 * part, stage))
     engine = Engine(
         Scheduler(
             SchedulerConfig(
@@ -175,21 +175,6 @@ def _assemble(load: Load, progress: Progress) -> Model:
     embedder = NoEmbedder(load.name)
     adapters = named_adapters(checkpoint)
     return Model(load, tokenizer, builder, engine, runner, ready, memory, embedder, adapters)
-
-
-def _lean(progress: Progress) -> Progress:
-    """The runner's share of the progress. When kernels are ready, the compiler's own code, tens of
-    megabytes of it, need not stay in memory beside the weights that come now."""
-    last = ""
-
-    def report(part: float, stage: str) -> None:
-        nonlocal last
-        if last == "preparing kernels" and stage != last:
-            give_back()
-        last = stage
-        progress(0.05 + 0.9 * part, stage)
-
-    return report
 
 
 def _open_runner(checkpoint: Checkpoint, load: Load, progress: Progress) -> LoadedRunner:

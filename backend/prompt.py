@@ -26,6 +26,7 @@ TOO_LONG = (
 )
 
 
+# For models without a template, as base models are: the words, one message below the other.
 BARE = (
     "{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.content }}{% endfor %}"
 )

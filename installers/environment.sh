@@ -90,11 +90,11 @@ import contextlib, importlib, pkgutil
 import llmd
 from llmd.backend.kernels.cpu_launch import prepare
 
+prepare()
 for module in pkgutil.walk_packages(llmd.__path__, "llmd."):
     if not module.name.startswith("llmd.tests") and not module.name.endswith("__main__"):
         with contextlib.suppress(ImportError):  # of what only a GPU needs, or another system
             importlib.import_module(module.name)
-prepare()
 PYTHON
 }
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import BadModelFile, BadRequest, NotEnoughSpace, Unsupported
 from .formats import gguf
@@ -210,7 +210,7 @@ def _chunks(source: Path, tensor: TensorInfo, type_name: str) -> Iterable[bytes]
     """The tensor's bytes in its new type, some rows at a time."""
     from .block_quants import QUANTIZERS, as_numbers, floats_of
 
-    for raw in _raw_chunks(source, tensor):
+    for raw in raw_chunks(source, tensor, CHUNK_WEIGHTS * PLAIN[tensor.type]):
         if type_name == tensor.type:
             yield raw
             continue
@@ -222,12 +222,22 @@ def _chunks(source: Path, tensor: TensorInfo, type_name: str) -> Iterable[bytes]
             yield as_numbers(weights, type_name)
 
 
-def _raw_chunks(source: Path, tensor: TensorInfo) -> Iterator[bytes]:
+class Stored(Protocol):
+    """Where a tensor lies in its file."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+def raw_chunks(source: Path, tensor: Stored, chunk_bytes: int) -> Iterator[bytes]:
+    """Its bytes, at most so many at a time. Raises FormatError if the file ends early, OSError."""
     left = tensor.size_bytes
     with source.open("rb") as file:
         file.seek(tensor.offset)
         while left:
-            raw = file.read(min(left, CHUNK_WEIGHTS * PLAIN[tensor.type]))
+            raw = file.read(min(left, chunk_bytes))
             if not raw:
                 raise FormatError(f"{source.name} became shorter while it was read")
             left -= len(raw)

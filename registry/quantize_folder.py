@@ -35,6 +35,7 @@ from .errors import BadModelFile, Unsupported
 from .formats import safetensors
 from .formats.errors import FormatError
 from .formats.safetensors import TensorInfo
+from .quantize import raw_chunks
 
 GROUP = 32
 PLAIN = {"F32": 4, "F16": 2, "BF16": 2}
@@ -196,15 +197,8 @@ def _chunks(part: Part, level: str) -> Iterator[bytes]:
 
 
 def _raw(part: Part, num_weights: int) -> Iterator[bytes]:
-    left = part.tensor.size_bytes
-    with part.source.open("rb") as file:
-        file.seek(part.tensor.offset)
-        while left:
-            raw = file.read(min(left, num_weights * PLAIN.get(part.tensor.dtype, 1)))
-            if not raw:
-                raise FormatError(f"{part.source.name} became shorter while it was read")
-            left -= len(raw)
-            yield raw
+    size = PLAIN.get(part.tensor.dtype, 1)
+    return raw_chunks(part.source, part.tensor, num_weights * size)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ GRACE_S = 3600.0  # a blob this young may belong to a pull that has not written 
 PARTIAL_AGE_S = 7 * 24 * 3600.0  # how long an unfinished download can be resumed
 HASH_CHUNK_BYTES = 4 << 20
 
-FileState = tuple[int, int, int]  # inode, size, time of change in ns: a rename makes another inode
+FileState = tuple[int, int, int]  # inode, size, mtime in ns: a rename makes another inode
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +137,18 @@ class ModelStore:
         return manifest
 
     def find(self, name: ModelName) -> Manifest | None:
-        """As `get`, but None if there is no such model.
+        """As `get`, but None if there is no such model. Raises StoreDamaged.
 
         Every request asks; so what was read is kept, for as long as the file stays the same one.
         """
         path = self._manifest_path(name)
         try:
             found = path.stat()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             self._read_before.pop(path, None)
             return None
+        except OSError as error:
+            raise StoreDamaged(f"the manifest {path} cannot be read: {error}") from None
         if not stat.S_ISREG(found.st_mode):
             return None
         state = (found.st_ino, found.st_size, found.st_mtime_ns)

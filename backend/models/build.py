@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..kernels.cpu_launch import Launcher, self_test
+from ..resident import give_back
 from .adapters import named_adapters
 from .checkpoint import Checkpoint
 from .compiled_decoder import CompiledDecoder, why_not_compiled
@@ -42,7 +43,7 @@ def build_decoder(
             launcher = Launcher(num_threads)
             reason = self_test(launcher)
             if not reason:
-                progress(0.0, "reading weights")
+                give_back()  # the compiler's code need not lie in memory beside the weights
                 loaded = lambda share: progress(share, "reading weights")  # noqa: E731
                 return CompiledDecoder(checkpoint, launcher, loaded), "compiled"
             log.warning("compiled kernels are not used: %s", reason)

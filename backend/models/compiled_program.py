@@ -101,7 +101,7 @@ class Program:
             for shape in shapes
         )
         self._pieces = torch.empty(0, dtype=torch.uint8)
-        self._rotaries: dict[int, Rotary] = {}  # by what makes them equal
+        self._rotaries: dict[tuple[Any, ...], Rotary] = {}  # by what makes them equal
         self._ops: list[list[int]] = []
         self.best = np.empty(0, dtype=np.int64)
         self._write(network, caches)
@@ -274,9 +274,12 @@ class Program:
         if layer.rope is None:
             return None
         frequencies, magnitude = config.rope_of(layer)
-        is_interleaved = layer.rope.is_interleaved
-        rotary = Rotary(frequencies, self.num_positions, magnitude, is_interleaved)
-        return self._rotaries.setdefault(hash((rotary.key, is_interleaved)), rotary)
+        alike = (tuple(frequencies), magnitude, layer.rope.is_interleaved)
+        if alike not in self._rotaries:
+            self._rotaries[alike] = Rotary(
+                frequencies, self.num_positions, magnitude, layer.rope.is_interleaved
+            )
+        return self._rotaries[alike]
 
     def _add_mlp(self, config: ModelConfig, layer: PackedLayer) -> None:
         self._add_matmul(layer.gate_up, self._gate_up)
