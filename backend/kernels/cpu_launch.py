@@ -28,14 +28,16 @@ import torch
 from torch import Tensor
 
 from . import cpu_pack, cpu_step
+from .cpu_pack import Rounding
+from .cpu_step import STORED_TYPES
 from .cpu_threads import ThreadGovernor
 
 log = logging.getLogger("llmd.kernels")
 
-BYTES_Q8_0 = 34  # of a block
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
 SOURCES = tuple(
-    f"cpu_{part}.py" for part in ("compile", "ir", "tiles", "step", "rows", "attend", "program")
+    f"cpu_{part}.py"
+    for part in ("compile", "ir", "tiles", "step", "rows", "attend", "stored", "program")
 )
 
 
@@ -108,15 +110,21 @@ def prepare() -> None:
         _object_code()
 
 
-def pack_q8_0(launcher: Launcher, rows: Tensor, out: Tensor) -> None:
-    """GGUF's Q8_0 as it lies in the file into the strips of a packed matrix: nothing is lost.
+def pack_stored(
+    launcher: Launcher, rows: Tensor, type: str, bits: int, num_inputs: int, out: Tensor
+) -> Rounding:
+    """Rows of GGUF blocks, as they lie in the file, into the strips of a packed matrix.
 
-    rows uint8 [N, bytes of a row], N a multiple of 8; out uint8, contiguous.
+    rows uint8 [N, bytes of a row], N a multiple of 8; out uint8, contiguous. `bits` 4 or 8: the
+    stored integers are kept; 0: the weights are rounded to 8 bit. Where a scale is no number, the
+    squares of the answer are none.
     """
-    assert rows.stride(1) == 1 and len(rows) % cpu_pack.STRIP == 0
-    num_blocks = rows.shape[1] // BYTES_Q8_0
-    op = (cpu_step.PACK_Q8, rows.data_ptr(), rows.stride(0), num_blocks, out.data_ptr())
-    launcher.run_alone(op, len(rows) // cpu_pack.STRIP)
+    assert rows.stride(1) == 1 and len(rows) % cpu_pack.STRIP == 0 and out.is_contiguous()
+    sums = torch.empty((len(rows) // cpu_pack.STRIP, 2), dtype=torch.float32)
+    source = (rows.data_ptr(), rows.stride(0), num_inputs // cpu_pack.BLOCK)
+    op = (cpu_step.PACK, *source, out.data_ptr(), STORED_TYPES[type], bits, sums.data_ptr())
+    launcher.run_alone(op, len(sums))
+    return Rounding(*sums.sum(0, dtype=torch.float64).tolist())
 
 
 def _object_code() -> bytes:

@@ -30,7 +30,7 @@ from . import cpu_ir as vec
 from . import cpu_tiles
 from .cpu_attend import attend, merge
 from .cpu_compile import Table, inlined, kernel
-from .cpu_rows import best, cap, embed, gate, norm, pack_q8, quantize, rope, thin
+from .cpu_rows import best, cap, embed, gate, norm, quantize, rope, thin
 from .cpu_step import (
     ARRIVALS,
     ATTEND,
@@ -51,13 +51,14 @@ from .cpu_step import (
     NUM_TILES,
     OP_FIELDS,
     OPS,
-    PACK_Q8,
+    PACK,
     ROPE,
     SCRATCH,
     SCRATCH_STRIDE,
     THIN,
     THREADS_SEEN,
 )
+from .cpu_stored import pack
 
 MATMUL_STRIPS = 4  # of 8 outputs, an item
 ROW_PANEL = 32  # rows that pass over an item's weights while both are in the nearest cache
@@ -214,8 +215,8 @@ def run_item(item: int, op: Table, head: Table, scratch: int) -> None:
         embed(item, op)
     elif kind == CAP:
         cap(item, op)
-    elif kind == PACK_Q8:
-        pack_q8(item, op)
+    elif kind == PACK:
+        pack(item, op)
     else:
         quantize(item, op)
 

@@ -1,5 +1,5 @@
 """The operations of a compiled step whose items are rows: EMBED, NORM, GATE, QUANTIZE, ROPE, and of
-logits CAP, BEST and THIN. See cpu_program. PACK_Q8, of strips of a matrix, is for loading.
+logits CAP, BEST and THIN. See cpu_program.
 """
 
 from __future__ import annotations
@@ -307,22 +307,3 @@ def thin(row: int, op: Table) -> None:
             low = ones * _LN2 - 0.33 if ones > 0.0 else 0.36 - float(vec.leading_zeros(bits))
             sure = max(sure, score + low - slack)
     vec.store_int(out, count)
-
-
-# ----------------------------------------------------------------------------------------- loading
-
-BYTES_Q8_0 = 34  # of a block of GGUF's: a float16 scale, 32 int8
-
-
-@kernel
-def pack_q8(strip: int, op: Table) -> None:
-    # op: rows of Q8_0 blocks, bytes of a row, blocks of a row, packed strips (cpu_pack)
-    rows = op[1] + strip * 8 * op[2]
-    out = op[4] + strip * op[3] * cpu_tiles.BYTES_8BIT
-    for block in range(op[3]):
-        target = out + block * cpu_tiles.BYTES_8BIT
-        for row in range(8):
-            source = rows + row * op[2] + block * BYTES_Q8_0
-            vec.copy_pair(source, target + 256 + row * 2)
-            for pair in range(16):
-                vec.copy_pair(source + 2 + pair * 2, target + pair * 16 + row * 2)

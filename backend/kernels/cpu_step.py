@@ -38,8 +38,13 @@ PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
 # A query tile: first row, rows, position of the first, address of the block table (int64).
 TILE_FIELDS = 4
 
-NORM, MATMUL, ROPE, ATTEND, MERGE, GATE, QUANTIZE, BEST, THIN, EMBED, CAP, PACK_Q8 = range(12)
+NORM, MATMUL, ROPE, ATTEND, MERGE, GATE, QUANTIZE, BEST, THIN, EMBED, CAP, PACK = range(12)
 OP_FIELDS = 16
+
+# GGUF's types that PACK takes: those with blocks of 32 first.
+Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = range(7)
+STORED_TYPES = {"Q4_0": Q4_0, "Q4_1": Q4_1, "Q5_0": Q5_0, "Q8_0": Q8_0}
+STORED_TYPES |= {"Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
 
 MOST_LEFT = 2047  # ids that THIN writes for a row; it counts them all
 REQUEST_FIELDS = (

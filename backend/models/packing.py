@@ -1,18 +1,20 @@
 """A checkpoint's matrices in the layout of the compiled kernels, made on all cores.
 
-A matrix is packed in pieces of a few rows: what is unpacked of a piece stays in a core's cache, and
-each core works for itself. torch's own threads would meet after every one of the small operations
-of which packing consists, and wait there, spinning, for a core that others use: on a busy machine
-that made loading ten times slower.
-
     4 or 8 bit integers in the file  ──▶ the same integers
     anything else                    ──▶ rounded to 8 bit; in 16, if rounding would cost too much
+
+GGUF's most frequent types are packed by compiled code (kernels.cpu_stored), straight from the
+file's pages. All else goes through torch, to the same bits, in pieces of a few rows: what is
+unpacked of a piece stays in a core's cache, and each core works for itself. torch's own threads
+would meet after every one of the small operations of which packing consists, and wait there,
+spinning, for a core that others use: on a busy machine that made loading ten times slower.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu_pack
-from ..kernels.cpu_launch import Launcher, pack_q8_0
+from ..kernels.cpu_launch import Launcher, pack_stored
 from ..kernels.cpu_pack import PackedMatrix
+from ..kernels.cpu_step import STORED_TYPES
 from .checkpoint import Checkpoint, QuantBlocks
 from .config import BadModel
 from .container import StoredRows
@@ -33,7 +36,7 @@ from .dequantize import BLOCK_BYTES, BLOCK_SIZES, dequantize, integer_bits, quan
 log = logging.getLogger("llmd.models")
 
 PIECE = 1 << 18  # weights
-MOVED = 1 << 22  # ... that are only moved: all threads share such a piece
+COMPILED_PIECE = 1 << 22  # ... for compiled code: all threads share such a piece
 
 T = TypeVar("T")
 
@@ -48,6 +51,11 @@ class _Part:
     stored: StoredRows | None = field(kw_only=True, default=None)  # as it lies in a GGUF
     integers: Callable[[int, int], QuantBlocks | None]  # of the rows from .. to
     floats: Callable[[int, int], Tensor]
+
+    @property
+    def is_compiled(self) -> bool:
+        """There is compiled code that reads it."""
+        return self.stored is not None and self.stored.type in STORED_TYPES
 
 
 class Packer:
@@ -87,8 +95,9 @@ class Packer:
         if not bits:
             return None
         packed = cpu_pack.empty(bits, sum(part.num_rows for part in parts), parts[0].num_inputs)
-        if all(part.stored is not None and part.stored.type == "Q8_0" for part in parts):
-            return packed if self._copied(parts, packed) else None
+        if all(part.is_compiled for part in parts):
+            cost = self._by_compiled_code(parts, packed, bits)
+            return packed if math.isfinite(cost.scale_squares) else None
 
         def pack(part: _Part, begin: int, end: int, row: int) -> bool:
             found = part.integers(begin, end)
@@ -103,18 +112,18 @@ class Packer:
 
         return packed if all(self._by_pieces(pack, parts)) else None
 
-    def _copied(self, parts: Sequence[_Part], packed: PackedMatrix) -> bool:
-        """Q8_0 needs no arithmetic, and is what most large tables of embeddings are stored in:
-        compiled code moves it. False if a scale is no number."""
-        for part, begin, end, row in _pieces(parts, MOVED):
+    def _by_compiled_code(
+        self, parts: Sequence[_Part], packed: PackedMatrix, bits: int
+    ) -> cpu_pack.Rounding:
+        """What rounding costs; if the integers are kept, squares of scales that must be finite."""
+        cost = cpu_pack.Rounding()
+        for part, begin, end, row in _pieces(parts, COMPILED_PIECE):
             assert part.stored is not None
-            raw = part.stored.raw[begin:end]
-            scales = raw.view(len(raw), -1, BLOCK_BYTES["Q8_0"])[..., :2].contiguous()
-            if not torch.isfinite(scales.view(torch.float16)).all():
-                return False
-            pack_q8_0(self._launcher, raw, cpu_pack.strips(packed, row, row + end - begin))
+            out = cpu_pack.strips(packed, row, row + end - begin)
+            raw, type = part.stored.raw[begin:end], part.stored.type
+            cost += pack_stored(self._launcher, raw, type, bits, part.num_inputs, out)
             part.stored.let_go(begin, end)
-        return True
+        return cost
 
     def _rounded(self, name: str, parts: Sequence[_Part]) -> PackedMatrix:
         num_outputs = sum(part.num_rows for part in parts)
@@ -125,7 +134,10 @@ class Packer:
             cpu_pack.write_8bit(cpu_pack.strips(packed, row, row + end - begin), quants, scale)
             return rounding
 
-        error = sum(self._by_pieces(pack, parts), cpu_pack.Rounding()).error
+        if all(part.is_compiled for part in parts):
+            error = self._by_compiled_code(parts, packed, 0).error
+        else:
+            error = sum(self._by_pieces(pack, parts), cpu_pack.Rounding()).error
         if error <= cpu_pack.MAX_ROUNDING_ERROR or num_outputs % cpu_pack.COLUMNS:
             return packed
         log.warning("%s stays in 16 bits: 8 would be off by %.2f %%", name, 100 * error)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from llmd.backend.kernels import cpu_pack, cpu_step
 from llmd.backend.kernels.cpu_attention import Span
-from llmd.backend.kernels.cpu_launch import Launcher, pack_q8_0, self_test, why_not
+from llmd.backend.kernels.cpu_launch import Launcher, self_test, why_not
 from llmd.backend.models.checkpoint import QuantBlocks
 from llmd.backend.models.compiled_decoder import CompiledDecoder, why_not_compiled
 from llmd.backend.models.compiled_program import Thin, float_bits
 from llmd.backend.models.config import config_from_hf
 from llmd.backend.models.container import StoredRows
 from llmd.backend.models.decoder import Decoder, LayerCache, StepInputs
-from llmd.backend.models.dequantize import quant_blocks
 from llmd.backend.protocol import SamplingParams
 from llmd.backend.runner.kv_cache import KVCache
 from llmd.backend.runner.kv_layout import layout_of
@@ -256,19 +255,6 @@ def test_an_embedding_is_the_row_of_the_packed_table(launcher: Launcher, bits: i
     fields = (ids.data_ptr(), table.data.data_ptr(), 96, bits, out.data_ptr(), float_bits(0.5))
     launcher.run_alone((cpu_step.EMBED, *fields), len(ids))
     torch.testing.assert_close(out, cpu_pack.unpack(table)[ids] * 0.5, rtol=1e-6, atol=1e-6)
-
-
-def test_q8_0_blocks_are_moved_into_strips_without_loss(launcher: Launcher) -> None:
-    rng = np.random.default_rng(14)
-    raw = torch.from_numpy(rng.integers(0, 256, (72, 3 * 34), dtype=np.uint8))
-    raw.view(72, 3, 34)[..., 1] &= 0x7B  # scales that are numbers
-    blocks = quant_blocks(raw.view(-1), "Q8_0", 72)
-    assert blocks is not None
-    packed = cpu_pack.empty(8, 72, 96)
-    pack_q8_0(launcher, raw[:40], cpu_pack.strips(packed, 0, 40))
-    pack_q8_0(launcher, raw[40:], cpu_pack.strips(packed, 40, 72))
-    wanted = cpu_pack.join_8bit(blocks.quants, blocks.scale)
-    assert torch.equal(packed.data, wanted.data)
 
 
 @pytest.mark.parametrize("token_id", [-1, 96, 1 << 40])

@@ -26,15 +26,16 @@ TYPES = tuple(name for name in SUPPORTED_TYPES if name not in ("F32", "F16", "BF
 HALVES_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # where in a block, if not at its beginning
 
 
-def _random_blocks(kind: str, num_blocks: int) -> np.ndarray:
-    """Any bytes are valid blocks, as long as the float16 in them are finite."""
+def random_blocks(kind: str, num_blocks: int, factor: float = 1.0) -> np.ndarray:
+    """Any bytes are valid blocks, as long as the float16 in them are finite; they are of a normal
+    distribution, times a factor."""
     rng = np.random.default_rng(sum(kind.encode()))
     raw = rng.integers(0, 256, (num_blocks, BLOCK_BYTES[kind]), dtype=np.uint8)
     if kind == "MXFP4":
         raw[:, 0] = rng.integers(108, 135, num_blocks)  # its scale is an exponent
         return raw
     halves = {"Q4_1": 2, "Q5_1": 2, "Q2_K": 2, "Q4_K": 2, "Q5_K": 2}.get(kind, 1)
-    scales = rng.normal(size=(num_blocks, halves)).astype(np.float16).view(np.uint8)
+    scales = (rng.normal(size=(num_blocks, halves)) * factor).astype(np.float16).view(np.uint8)
     at = HALVES_AT.get(kind, 0)
     raw[:, at : at + 2 * halves] = scales
     return raw
@@ -42,7 +43,7 @@ def _random_blocks(kind: str, num_blocks: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks_are_dequantised_to_the_bits_of_the_gguf_package(kind: str) -> None:
-    raw = _random_blocks(kind, 64)
+    raw = random_blocks(kind, 64)
     wanted = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(-1)
     found = dequantize(torch.from_numpy(raw.copy()).view(-1), kind, torch.float32)
     assert np.array_equal(found.numpy(), wanted)
@@ -50,7 +51,7 @@ def test_blocks_are_dequantised_to_the_bits_of_the_gguf_package(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
 def test_many_pieces_on_many_threads_make_the_same(kind: str) -> None:
-    raw = torch.from_numpy(_random_blocks(kind, 9_001))
+    raw = torch.from_numpy(random_blocks(kind, 9_001))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -62,7 +63,7 @@ def test_many_pieces_on_many_threads_make_the_same(kind: str) -> None:
 
 
 def test_the_smallest_scales_of_mxfp4_are_denormal_numbers() -> None:
-    raw = _random_blocks("MXFP4", 256)
+    raw = random_blocks("MXFP4", 256)
     raw[:, 0] = np.arange(256)
     wanted = gguf.dequantize(raw[:254], gguf.GGMLQuantizationType.MXFP4).reshape(-1)
     found = dequantize(torch.from_numpy(raw[:254]).reshape(-1), "MXFP4", torch.float32)
@@ -72,7 +73,7 @@ def test_the_smallest_scales_of_mxfp4_are_denormal_numbers() -> None:
 
 @pytest.mark.parametrize("kind", INTEGER_TYPES)
 def test_integers_kept_for_computing_mean_the_same_weights(kind: str) -> None:
-    raw = torch.from_numpy(_random_blocks(kind, 64))
+    raw = torch.from_numpy(random_blocks(kind, 64))
     blocks = quant_blocks(raw.view(-1), kind, num_outputs=16)
     assert blocks is not None
     weights = blocks.quants.float() * blocks.scale.float().unsqueeze(-1)
