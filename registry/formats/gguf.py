@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-FIRST_READ_BYTES = 4 << 20
+FIRST_READ_BYTES = 8 << 20  # a vocabulary of 262,144; one of 128,256 with its merges
 MAX_HEADER_BYTES = 24 << 20  # half as much again as a vocabulary of 262,144 with its merges
 MAX_ITEMS = 1 << 20  # of one list; twice the longest in use
 MAX_ITEMS_IN_ALL = 3 << 19  # of all lists together; a vocabulary of 262,144 has 1.3 million
