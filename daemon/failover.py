@@ -17,8 +17,9 @@ import msgspec
 
 from ..backend.protocol import Delta, Generate, Started
 from .errors import WorkerDied
+from .listener import Listener
 from .running import RunningRequest
-from .worker_process import Shortcut, WorkerProcess
+from .worker_process import WorkerProcess
 
 log = logging.getLogger("llmd.failover")
 
@@ -28,59 +29,35 @@ MAX_RESTARTS = 3  # of a request that no worker had begun; it may have waited be
 T = TypeVar("T")
 
 
-class _Told:
-    """What the reader of one stream has."""
+class _Repetition:
+    """What a fresh worker tells again: as much as the listener has been told already."""
 
-    def __init__(self) -> None:
-        self.started: Started | None = None
-        self.token_ids: list[int] = []
-        self.num_text = 0
-        self.num_thinking = 0
-        self.num_calls = 0
-        # How much of a repeated stream is still to be dropped.
-        self.is_repeating = False
-        self._skip_text = self._skip_thinking = self._skip_calls = self._skip_ids = 0
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        # How much of it is still to be dropped.
+        self._text, self._thinking = listener.num_text, listener.num_thinking
+        self._calls, self._ids = listener.num_calls, len(listener.token_ids)
+        self._look()
 
-    def resume(self, request: Generate) -> Generate:
-        """The request for the next worker; from now on its repetition is dropped."""
-        self._skip_text, self._skip_thinking = self.num_text, self.num_thinking
-        self._skip_calls, self._skip_ids = self.num_calls, len(self.token_ids)
-        self.is_repeating = self._has_to_skip()
-        if self.started is None:
-            return request
-        sampling = msgspec.structs.replace(request.sampling, seed=self.started.seed)
-        return msgspec.structs.replace(
-            request, sampling=sampling, output_ids=list(self.token_ids), truncate=True
-        )
-
-    def _has_to_skip(self) -> bool:
-        return bool(self._skip_text or self._skip_thinking or self._skip_calls or self._skip_ids)
+    def _look(self) -> None:
+        self._listener.is_ahead = bool(self._text or self._thinking or self._calls or self._ids)
 
     def news(self, delta: Delta) -> Delta:
-        """The delta without what the reader has; counts what is passed on."""
-        if not self.is_repeating:
-            self.count(delta)
+        """The delta without what the listener has."""
+        if not self._listener.is_ahead:
             return delta
-        text = delta.text[self._skip_text :]
-        thinking = delta.thinking[self._skip_thinking :]
-        calls = delta.tool_calls[self._skip_calls :]
-        ids = delta.token_ids[self._skip_ids :]
-        self._skip_text -= len(delta.text) - len(text)
-        self._skip_thinking -= len(delta.thinking) - len(thinking)
-        self._skip_calls -= len(delta.tool_calls) - len(calls)
-        self._skip_ids -= len(delta.token_ids) - len(ids)
-        self.is_repeating = self._has_to_skip()
-        news = msgspec.structs.replace(
+        text = delta.text[self._text :]
+        thinking = delta.thinking[self._thinking :]
+        calls = delta.tool_calls[self._calls :]
+        ids = delta.token_ids[self._ids :]
+        self._text -= len(delta.text) - len(text)
+        self._thinking -= len(delta.thinking) - len(thinking)
+        self._calls -= len(delta.tool_calls) - len(calls)
+        self._ids -= len(delta.token_ids) - len(ids)
+        self._look()
+        return msgspec.structs.replace(
             delta, text=text, thinking=thinking, tool_calls=calls, token_ids=ids
         )
-        self.count(news)
-        return news
-
-    def count(self, news: Delta) -> None:
-        self.num_text += len(news.text)
-        self.num_thinking += len(news.thinking)
-        self.num_calls += len(news.tool_calls)
-        self.token_ids.extend(news.token_ids)
 
 
 async def resumed(
@@ -88,38 +65,34 @@ async def resumed(
     request: Generate,
     replacement: Callable[[], Awaitable[WorkerProcess]],
     running: RunningRequest,
-    shortcut: Shortcut | None = None,
+    listener: Listener,
 ) -> AsyncGenerator[Started | Delta]:
     """The worker's answers to the request, and a replacement's after them if it dies.
 
-    `shortcut` is offered what nobody has been told yet. The request is listed as running meanwhile.
-    Raises RequestFailed, WorkerDied. Closing it cancels the sequence.
+    `listener` is offered what it has not been told yet; what it takes is not yielded. The request
+    is listed as running meanwhile. Raises RequestFailed, WorkerDied. Closing it cancels the
+    sequence.
     """
-    told = _Told()
+    started: Started | None = None
+    repetition = _Repetition(listener)
     num_deaths = num_told = 0
-
-    def passes_by(delta: Delta) -> bool:
-        if shortcut is None or told.is_repeating or not shortcut(delta):
-            return False
-        told.count(delta)
-        return True
-
-    running.begin(told.token_ids)
+    running.begin(listener.token_ids)
     try:
         while True:
             try:
-                stream = worker.generate(request, passes_by)
+                stream = worker.generate(request, listener)
                 async with contextlib.aclosing(stream):
                     async for answer in stream:
                         if isinstance(answer, Started):
                             if running.is_cancelled:
                                 running.cancel()  # the worker that was told so is gone
-                            if told.started is None:
-                                told.started = answer
+                            if started is None:
+                                started = answer
                                 running.num_prompt_tokens = len(answer.prompt_ids)
                                 yield answer
                             continue
-                        news = told.news(answer)
+                        news = repetition.news(answer)
+                        listener.count(news)
                         if _is_news(news):
                             yield news
                         if news.finished is not None:
@@ -127,16 +100,28 @@ async def resumed(
                                 running.completed()
                             return
             except WorkerDied as death:
-                has_got_on = len(told.token_ids) > num_told
-                num_told = len(told.token_ids)
+                has_got_on = len(listener.token_ids) > num_told
+                num_told = len(listener.token_ids)
                 num_deaths = 1 if has_got_on else num_deaths + 1
-                if num_deaths > (MAX_RESTARTS if told.started is None else MAX_RESUMPTIONS):
+                if num_deaths > (MAX_RESTARTS if started is None else MAX_RESUMPTIONS):
                     raise
-                log.warning("%s; going on after %d tokens", death, len(told.token_ids))
-                request = told.resume(request)
+                log.warning("%s; going on after %d tokens", death, num_told)
+                if started is not None:
+                    request = _resumption(request, started, listener)
+                repetition = _Repetition(listener)
                 worker = await replacement()
     finally:
         running.end()
+
+
+def _resumption(request: Generate, started: Started, listener: Listener) -> Generate:
+    """The request for the next worker: as far as the listener has been told."""
+    return msgspec.structs.replace(
+        request,
+        sampling=msgspec.structs.replace(request.sampling, seed=started.seed),
+        output_ids=list(listener.token_ids),
+        truncate=True,
+    )
 
 
 async def retried(

@@ -8,9 +8,8 @@ A client that sends its request's head a byte at a time, or never reads its answ
 and perhaps a model; each of these has a time, after which the connection is closed. Bodies have
 theirs in routes/call.py, where what has come so far counts.
 
-What a stream has for a client that keeps up need not wait for anything: the extension WRITE_NOW of
-the request's scope takes it in one call, and all streams are written together (Outbox). It is what
-makes hundreds of streams cheap.
+What a stream has for a client that keeps up need not wait for anything: the Wire in the request's
+scope takes it in one call. It is what makes hundreds of streams cheap.
 
 httptools parses, uvloop runs the event loop where there is one: at many streams the parser in
 Python and the loop in Python are most of what a token costs here (benchmarks/daemon_overhead.py).
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -37,26 +35,22 @@ MAX_HEAD_BYTES = 64 * 1024  # what other servers allow; cookies of a whole site 
 KEEP_ALIVE_S = 75.0  # longer than the pools of common clients keep a connection
 STALL_TIMEOUT_S = 600.0  # a reader that takes nothing for so long is gone
 
-WRITE_NOW = "llmd.write_now"  # in scope["extensions"]: a WriteNow
-WriteNow = Callable[[bytes], bool]  # a piece of the body; False: not now, send it as a message
+WIRE = "llmd.wire"  # in scope["extensions"]: a Wire; not there for a request that has to wait
 
 T = TypeVar("T")
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. Its timers are all the state added to uvicorn's."""
+    """One connection. Its timers and the wire are all the state added to uvicorn's."""
 
     head_timeout_s = HEAD_TIMEOUT_S
     stall_timeout_s = STALL_TIMEOUT_S
-
-    def __init__(self, outbox: Outbox, **given: Any) -> None:
-        super().__init__(**given)
-        self.outbox = outbox
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._wire: Wire | None = None  # of the answer that is being given
         super().connection_made(transport)  # type: ignore[arg-type]
         self._expect_head()
 
@@ -74,19 +68,23 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         _cancel(self._head_timer)
         self._head_timer = None
+        before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:
-            write_now = functools.partial(self.outbox.put, self.cycle)
-            self.scope["extensions"] = {WRITE_NOW: write_now}  # type: ignore[dict-item]
+        is_next = before is None or before.response_complete
+        if is_next and self.cycle is not None and self.cycle.scope is self.scope:
+            self._wire = Wire(self.cycle)
+            self.scope["extensions"] = {WIRE: self._wire}  # type: ignore[dict-item]
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._look_at_wire()
         self._stall_timer = self.loop.call_later(self.stall_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         _cancel(self._stall_timer)
         self._stall_timer = None
         super().resume_writing()
+        self._look_at_wire()
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head_timer)
@@ -94,6 +92,11 @@ class Connection(HttpToolsProtocol):
         _cancel(self._stall_timer)
         self._stall_timer = None
         super().connection_lost(exc)
+        self._look_at_wire()
+
+    def _look_at_wire(self) -> None:
+        if self._wire is not None:
+            self._wire.look()
 
     def _expect_head(self) -> None:
         if self._head_timer is None:
@@ -111,52 +114,55 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-class Outbox:
-    """The pieces that streams were given in this turn of the event loop, sent together at its end.
+class Wire:
+    """The direct way of an answer's body to its socket.
 
-    One socket after the other, the system's part and ours do not drive each other out of the
-    processor's caches, a tenth of what a piece costs; and where we are late, what has piled up for
-    a stream leaves in one go, so that we are not late for long. A message of the application goes
-    after the pieces before it.
+    Open from the head of a chunked answer to its end, while the client is there and keeps up. That
+    is looked at when it may have changed, not for each of thousands of pieces a second.
     """
 
-    def __init__(self) -> None:
-        self._pieces: dict[asyncio.Transport, bytes] = {}
+    __slots__ = ("_cycle", "_is_open", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._is_open = False
 
     def __repr__(self) -> str:
-        return f"<Outbox {len(self._pieces)} streams>"
+        return f"<Wire {'open' if self._is_open else 'closed'}>"
 
-    def put(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
-        """A WriteNow: what cycle.send does with a piece of a chunked answer that has begun."""
-        if cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+    def look(self) -> None:
+        """The answer's or the connection's state may have changed."""
+        cycle = self._cycle
+        is_running = bool(cycle.chunked_encoding) and not cycle.response_complete
+        self._is_open = is_running and not cycle.disconnected and not cycle.flow.write_paused
+
+    def put(self, piece: bytes) -> bool:
+        """What cycle.send does with a piece of the body. False: not now, send it as a message.
+
+        A client that left in this moment gets nothing.
+        """
+        if not self._is_open:
             return False
-        if cycle.flow.write_paused:
-            return False
-        if not self._pieces:
-            asyncio.get_running_loop().call_soon(self.flush)
-        framed = b"%x\r\n%b\r\n" % (len(piece), piece)
-        before = self._pieces.get(cycle.transport)
-        self._pieces[cycle.transport] = framed if before is None else before + framed
+        if not self._transport.is_closing():  # uvloop raises for one that is closed
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
-    def flush(self) -> None:
-        """A client that left in this turn gets nothing, and costs the others nothing."""
-        pieces, self._pieces = self._pieces, {}
-        for transport, waiting in pieces.items():
-            if not transport.is_closing():  # uvloop raises for one that is closed
-                transport.write(waiting)
 
-    def before(self, app: ASGIApp) -> ASGIApp:
-        """The application, its messages in order with its pieces."""
+def _with_wires(app: ASGIApp) -> ASGIApp:
+    """The application; each message that it sends may open or close its answer's wire."""
 
-        async def in_order(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_in_order(message: Message) -> None:
-                self.flush()
-                await send(message)
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        wire: Wire | None = scope.get("extensions", {}).get(WIRE)
 
-            await app(scope, receive, send_in_order)
+        async def send_and_look(message: Message) -> None:
+            await send(message)
+            if wire is not None:
+                wire.look()
 
-        return in_order
+        await app(scope, receive, send_and_look)
+
+    return watched
 
 
 class Server(uvicorn.Server):
@@ -169,11 +175,10 @@ class Server(uvicorn.Server):
 
 def make_server(app: ASGIApp, drain_s: float = 1.0, **more: Any) -> Server:
     """A server for this application, not started. `more` is uvicorn's (port, sockets...)."""
-    outbox = Outbox()
     return Server(
         uvicorn.Config(
-            outbox.before(app),
-            http=functools.partial(Connection, outbox),  # type: ignore[arg-type]
+            _with_wires(app),
+            http=Connection,
             ws="none",
             log_config=None,
             access_log=False,

@@ -16,8 +16,9 @@ from ..backend.protocol import (
 )
 from ..registry.manifest import Manifest
 from .failover import resumed, retried
+from .listener import Listener
 from .running import RunningRequest
-from .worker_process import Shortcut, WorkerProcess
+from .worker_process import WorkerProcess
 
 
 class Lender(Protocol):
@@ -46,15 +47,15 @@ class Lease:
         self._lender = lender
 
     def generate(
-        self, request: Generate, shortcut: Shortcut | None = None
+        self, request: Generate, listener: Listener | None = None
     ) -> AsyncGenerator[Started | Delta, None]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
-        If the worker dies meanwhile, a fresh one goes on at the exact token, once. `shortcut` is
+        If the worker dies meanwhile, a fresh one goes on at the exact token, once. `listener` is
         offered the deltas first (worker_process.py). Raises RequestFailed, WorkerDied.
         """
         running = self._lender.running_request(self, request)
-        return resumed(self.worker, request, self._replacement, running, shortcut)
+        return resumed(self.worker, request, self._replacement, running, listener or Listener())
 
     def cancel(self, id: str) -> None:
         """End the sequence of this request; its stream ends with a final delta."""

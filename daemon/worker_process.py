@@ -12,8 +12,8 @@ The child ends by itself when its stdin ends, and on Linux by a signal of the ke
 dies; so a daemon that is killed leaves no worker.
 
 A reader of a stream that is slow gets merged deltas: memory is bounded by the answer's length, and
-nobody makes the others wait. A reader that is not may leave a shortcut: what comes while it waits
-is offered to that first, at once, and wakes nobody.
+nobody makes the others wait. What comes while a reader waits is offered to its Listener first, at
+once, and wakes nobody.
 
 Owner: itself, on the event loop.
 """
@@ -55,6 +55,7 @@ from ..backend.protocol import (
     Tokenized,
 )
 from .errors import DaemonError, DiedInLoad, LoadFailed, NoMemory, RequestFailed, WorkerDied
+from .listener import Listener
 
 log = logging.getLogger("llmd.worker_process")
 
@@ -69,7 +70,6 @@ KILL_AFTER_S = 5.0  # from asking a child to end to killing it
 
 Answer = Started | Delta | Embedded | Tokenized
 Progress = Callable[[float, str], None]
-Shortcut = Callable[[Delta], bool]  # takes a delta in place of its reader; False: it does not
 
 
 class State(enum.Enum):
@@ -87,16 +87,17 @@ def worker_command() -> list[str]:
 class _Mailbox:
     """What has come for one request and was not read yet."""
 
-    def __init__(self, shortcut: Shortcut | None) -> None:
-        self._shortcut = shortcut
-        self._taker: Shortcut | None = None  # that, while the reader has had all and waits for more
+    __slots__ = ("_items", "_listener", "_reader", "_taker", "is_over")
+
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener = listener
+        self._taker: Listener | None = None  # that, while the reader has had all and waits for more
         self._items: deque[Answer | DaemonError] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next answer
         self.is_over = False  # nothing more will come from the worker
 
     def put(self, item: Answer | DaemonError) -> None:
-        if self._taker is not None and self._is_taken(self._taker, item):
-            return
+        """For the reader, behind what is here already."""
         last = self._items[-1] if self._items else None
         if isinstance(item, Delta) and isinstance(last, Delta) and _can_merge(last, item):
             self._items[-1] = merged(last, item)
@@ -108,21 +109,22 @@ class _Mailbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _is_taken(self, taker: Shortcut, item: Answer | DaemonError) -> bool:
-        if type(item) is not Delta or item.finished is not None:
-            return False
-        try:
-            return taker(item)
-        except Exception:
-            log.exception("a shortcut failed; the deltas go to its reader again")
-            self._shortcut = None
-            return False
+    def put_delta(self, delta: Delta) -> None:
+        """The same; but a listener whose reader waits has it at once, unless it is the last."""
+        if self._taker is not None and delta.finished is None:
+            try:
+                if self._taker.take(delta):
+                    return
+            except Exception:
+                log.exception("a listener failed; the deltas go to its reader")
+                self._listener = None
+        self.put(delta)
 
     async def get(self) -> Answer:
         """The next answer. Raises the error that came instead."""
         while not self._items:
             self._reader = asyncio.get_running_loop().create_future()
-            self._taker = self._shortcut
+            self._taker = self._listener
             await self._reader
         item = self._items.popleft()
         if isinstance(item, DaemonError):
@@ -240,15 +242,15 @@ class WorkerProcess:
     # ---------------------------------------------------------------- requests
 
     async def generate(
-        self, request: Generate, shortcut: Shortcut | None = None
+        self, request: Generate, listener: Listener | None = None
     ) -> AsyncGenerator[Started | Delta, None]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
-        The request's id is replaced by one of this worker's. `shortcut` is offered each delta but
+        The request's id is replaced by one of this worker's. `listener` is offered each delta but
         the last that comes while the reader waits. Raises RequestFailed, WorkerDied.
         """
         own = msgspec.structs.replace(request, id=f"g{next(self._ids)}")
-        async with self._mailbox(own, shortcut) as mailbox:
+        async with self._mailbox(own, listener) as mailbox:
             self._sequences[request.id] = own.id
             try:
                 while True:
@@ -288,11 +290,11 @@ class WorkerProcess:
 
     @contextlib.asynccontextmanager
     async def _mailbox(
-        self, request: Generate | Embed | Tokenize, shortcut: Shortcut | None = None
+        self, request: Generate | Embed | Tokenize, listener: Listener | None = None
     ) -> AsyncIterator[_Mailbox]:
         if self.state is State.DEAD:
             raise self.death()
-        mailbox = self._mailboxes[request.id] = _Mailbox(shortcut)
+        mailbox = self._mailboxes[request.id] = _Mailbox(listener)
         try:
             await self._send(request)
             yield mailbox
@@ -333,7 +335,7 @@ class WorkerProcess:
             for delta in event.deltas:
                 mailbox = self._mailboxes.get(delta.id)
                 if mailbox is not None:
-                    mailbox.put(delta)
+                    mailbox.put_delta(delta)
             if event.stats is not None:
                 self._take_stats(event.stats)
         elif isinstance(event, Stats):

@@ -27,12 +27,12 @@ from ..errors import BadRequest
 from .bodies import Body
 from .call import Call, Route
 from .durations import parse_keep_alive_s
-from .generation import Answer, Generation, Held, holding, new_id
+from .generation import Generation, Held, PlainPieces, holding, new_id
 from .lookup import Model, find_model
 from .native import conversation, parse_options
 from .openai import truncation_notes
-from .replies import Family
-from .turn import Turn, check, choose_tools, deltas_of, start
+from .replies import OPEN, Family, event_of, frame_of
+from .turn import Turn, check, choose_tools, collected, deltas_of, start
 
 PING_PERIOD_S = 10.0  # well inside the idle timeouts of proxies
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "max"}
@@ -296,10 +296,7 @@ def _message(model: str) -> dict[str, Any]:
 
 
 async def _send(call: Call, held: Held, turn: Turn, generation: Generation) -> None:
-    answer = Answer()
-    async with aclosing(deltas_of(generation, turn)) as deltas:
-        async for delta in deltas:
-            answer.add(delta)
+    answer = await collected(generation, turn)
     content: list[dict[str, Any]] = []
     if answer.thinking:
         content.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
@@ -371,10 +368,14 @@ class _Blocks:
     begin: _Beginning
     index: int = -1
     open_kind: str = ""
-    has_calls: bool = field(default=False)
+    has_calls: bool = False
+    pieces: PlainPieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = PlainPieces(self.call)
 
     async def stream(self, generation: Generation) -> None:
-        async with aclosing(deltas_of(generation, self.turn)) as deltas:
+        async with aclosing(deltas_of(generation, self.turn, self.pieces)) as deltas:
             async for delta in deltas:
                 if generation.started is not None:
                     await self.begin.send(len(generation.started.prompt_ids))
@@ -402,14 +403,18 @@ class _Blocks:
             if kind == "thinking":
                 empty["signature"] = ""
             await self._open(kind, empty)
-        await self._delta({"type": delta_type, kind: text})
+            if kind == "text":
+                plain = self._delta({"type": delta_type, kind: OPEN})
+                self.pieces.open(frame_of(event_of(*plain)))
+        await self.call.send_event(*self._delta({"type": delta_type, kind: text}))
 
     async def _tell_call(self, tool_call: ToolCall) -> None:
         self.has_calls = True
         block = {"type": "tool_use", "id": tool_call.id, "name": tool_call.name, "input": {}}
         await self._open("tool_use", block)
         arguments = json.dumps(tool_call.arguments, ensure_ascii=False)
-        await self._delta({"type": "input_json_delta", "partial_json": arguments})
+        piece = {"type": "input_json_delta", "partial_json": arguments}
+        await self.call.send_event(*self._delta(piece))
         await self._close()
 
     async def _open(self, kind: str, block: dict[str, Any]) -> None:
@@ -421,13 +426,13 @@ class _Blocks:
             "content_block_start",
         )
 
-    async def _delta(self, delta: dict[str, Any]) -> None:
-        await self.call.send_event(
-            {"type": "content_block_delta", "index": self.index, "delta": delta},
-            "content_block_delta",
-        )
+    def _delta(self, delta: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The event, and its name."""
+        event = {"type": "content_block_delta", "index": self.index, "delta": delta}
+        return event, "content_block_delta"
 
     async def _close(self) -> None:
+        self.pieces.close()
         if self.open_kind:
             self.open_kind = ""
             await self.call.send_event(

@@ -23,7 +23,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, DaemonError, TooLarge, TooSlow, status_of
-from ..http_server import WRITE_NOW, WriteNow
+from ..http_server import WIRE, Wire
 from .compression import unpacked
 from .replies import (
     JSON,
@@ -33,8 +33,10 @@ from .replies import (
     Family,
     encode_json,
     error_object,
+    event_of,
     headers_of,
     last_words,
+    line_of,
 )
 from .services import Services
 
@@ -80,9 +82,8 @@ class Call:
         self._send = send
         self._body = b""
         self._is_streaming = False
-        # Writes a piece of a stream that has begun, encoded by the caller, without waiting. False:
-        # not written, as the client is slow or the server cannot; to be sent as usual.
-        self.write_now: WriteNow = _cannot_write
+        # Takes pieces of a stream without waiting, if the server can do that (http_server.py).
+        self.wire: Wire | None = scope.get("extensions", {}).get(WIRE)
 
     # ------------------------------------------------------------------ in
 
@@ -192,14 +193,13 @@ class Call:
         """One object of a native stream."""
         if not self._is_streaming:
             await self._begin_stream(NDJSON)
-        await self._write(encode_json(value) + b"\n")
+        await self._write(line_of(value))
 
     async def send_event(self, value: Any, event: str = "") -> None:
         """One server-sent event."""
         if not self._is_streaming:
             await self._begin_stream(SSE)
-        name = f"event: {event}\n".encode() if event else b""
-        await self._write(b"%sdata: %s\n\n" % (name, encode_json(value)))
+        await self._write(event_of(value, event))
 
     async def send_done_mark(self) -> None:
         """The end of an OpenAI stream."""
@@ -232,7 +232,6 @@ class Call:
         await self._begin(
             200, content_type, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         )
-        self.write_now = self._scope.get("extensions", {}).get(WRITE_NOW, _cannot_write)
 
     async def _write(self, piece: bytes) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -294,10 +293,6 @@ async def _end(task: asyncio.Task[None]) -> None:
         await asyncio.wait((task,))
     if not task.cancelled() and task.exception() is not None:
         log.debug("a cancelled request ended with %r", task.exception())
-
-
-def _cannot_write(piece: bytes) -> bool:
-    return False
 
 
 @functools.cache

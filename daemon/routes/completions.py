@@ -23,7 +23,7 @@ from ..errors import BadRequest
 from .bodies import Body, Message
 from .call import Call, Route
 from .durations import parse_keep_alive_s
-from .generation import Answer, Generation, Held, holding, new_id
+from .generation import Answer, Generation, Held, PlainPieces, holding, new_id
 from .lookup import find_model
 from .native import conversation, parse_options, worker_message
 from .openai import (
@@ -37,7 +37,7 @@ from .openai import (
 )
 from .openai_bodies import CompletionBody, StreamOptions, logit_bias_of, sampling_options
 from .options import Options
-from .replies import Family
+from .replies import OPEN, Family, event_of, frame_of
 
 MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
@@ -199,17 +199,21 @@ class _Reply:
 
     async def _stream_choice(self, generation: Generation, index: int, echo: str) -> None:
         head = self._head()
-        text_offset = num_tokens = 0
-        async with aclosing(generation.deltas()) as deltas:
+        text_offset = 0
+        pieces = PlainPieces(self.call)
+        plain = self._choice(OPEN, index, None, (), 0)
+        frame = frame_of(event_of({**head, "choices": [plain]}))
+        async with aclosing(generation.deltas(pieces)) as deltas:
             async for delta in deltas:
-                num_tokens += len(delta.token_ids)
                 text, echo = echo + delta.text, ""
                 if not text and not delta.logprobs:
                     continue
                 choice = self._choice(text, index, None, delta.logprobs, text_offset)
                 text_offset += len(text)
-                usage = self._continuous(running_usage(generation, num_tokens))
+                usage = self._continuous(running_usage(generation, len(pieces.token_ids)))
                 await self.call.send_event({**head, "choices": [choice], **usage})
+                if self.body.logprobs is None and not usage:
+                    pieces.open(frame)
         last = self._choice("", index, generation.end.reason, (), text_offset)
         usage = self._continuous(usage_of([generation.end]))
         await self.call.send_event({**head, "choices": [last], **usage})
@@ -220,7 +224,7 @@ class _Reply:
 
     def _choice(
         self,
-        text: str,
+        text: Any,
         index: int,
         reason: str | None,
         logprobs: Sequence[TokenLogprob],

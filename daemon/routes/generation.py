@@ -2,10 +2,10 @@
 
     holding(call, model, keep_alive_s) ──▶ Held ──generation(request)──▶ Generation ──deltas()──▶ …
 
-A Generation yields Deltas and remembers what their last one said. A route may give it a shortcut
-to the socket, which saves each delta that is written at once the way through all the iterators and
-the event loop: most of what a token costs here. A failure is raised, never passed
-off as an answer; an answer that was ended (a cancel, a shutdown) has a proper end that says so.
+A Generation yields Deltas and remembers what their last one said. A route gives it a Listener, for
+what can be written at once (PlainPieces), which saves that the way through all the iterators and
+the event loop. A failure is raised, never passed off as an answer; an answer that was ended (a
+cancel, a shutdown) has a proper end that says so.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import msgspec
 
 from ...backend.protocol import Delta, Finished, Generate, Started, TokenLogprob, ToolCall
 from ..errors import RequestFailed
+from ..listener import Listener
 from ..metrics import ModelFigures
 from ..placement import NO_WISH, Wish
-from ..worker_process import Shortcut
 from .call import Call
 from .durations import nanoseconds
 from .lookup import Model
+from .replies import encode_json
 from .services import Lease
 
 
@@ -46,44 +47,24 @@ class Generation:
         self._figures = figures
         self._arrived = arrived
         # Filled while the deltas pass by.
-        self._last_at = 0.0  # when the last tokens came
         self.started: Started | None = None
         self.finished: Finished | None = None
 
-    def _events(self, shortcut: Shortcut | None) -> AsyncGenerator[Started | Delta, None]:
-        def observed(delta: Delta) -> bool:
-            if shortcut is None or not shortcut(delta):
-                return False
-            self._observe(len(delta.token_ids))
-            return True
-
-        events = self._lease.generate(self.request, observed)
-        return cast("AsyncGenerator[Started | Delta, None]", events)
-
-    async def deltas(self, shortcut: Shortcut | None = None) -> AsyncGenerator[Delta, None]:
-        """All deltas that `shortcut` did not take, the finished one last.
+    async def deltas(self, listener: Listener) -> AsyncGenerator[Delta, None]:
+        """All deltas that `listener` did not take, the finished one last.
 
         Raises RequestFailed or WorkerDied.
         """
-        async with aclosing(self._events(shortcut)) as events:
+        listener.begin(self._figures, self._arrived)
+        events = self._lease.generate(self.request, listener)
+        async with aclosing(cast("AsyncGenerator[Started | Delta, None]", events)) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.started = event
                     continue
-                self._observe(len(event.token_ids))
                 if event.finished is not None:
                     self._finish(event.finished)
                 yield event
-
-    def _observe(self, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        now = time.monotonic()
-        if self._last_at:
-            self._figures.inter_token_s.observe((now - self._last_at) / num_tokens, num_tokens)
-        else:
-            self._figures.ttft_s.observe(now - self._arrived)
-        self._last_at = now
 
     def _finish(self, finished: Finished) -> None:
         figures = self._figures
@@ -97,7 +78,7 @@ class Generation:
     async def collect(self) -> Answer:
         """Run to the end and return all of it."""
         answer = Answer()
-        async with aclosing(self.deltas(answer.add)) as deltas:
+        async with aclosing(self.deltas(Collector(answer))) as deltas:
             async for delta in deltas:
                 answer.add(delta)
         return answer
@@ -146,14 +127,57 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def add(self, delta: Delta) -> bool:
-        """Always true: as a shortcut, it takes every delta."""
+    def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.thinking += delta.thinking
         self.tool_calls.extend(delta.tool_calls)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+
+
+class Collector(Listener):
+    """Adds up all deltas but the last, which is its reader's."""
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def write(self, delta: Delta) -> bool:
+        self._answer.add(delta)
         return True
+
+
+class PlainPieces(Listener):
+    """Writes what most deltas are, text alone, as pieces that differ in nothing but that text.
+
+    Closed, it takes nothing; a route opens it while the next piece of text looks like this. What it
+    takes is on its way when `write` returns, so it is in order with what the route sends.
+    """
+
+    __slots__ = ("_frame", "_wire")
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._wire = call.wire
+        self._frame = b""
+
+    def open(self, frame: bytes) -> None:
+        """The pieces look like `frame`, a whole one whose text is left open (replies.frame_of)."""
+        self._frame = frame
+
+    def close(self) -> None:
+        self._frame = b""
+
+    def write(self, delta: Delta) -> bool:
+        if not self._frame or not is_text_alone(delta):
+            return False
+        return self._wire is not None and self._wire.put(self.piece(delta.text))
+
+    def piece(self, text: str) -> bytes:
+        """The whole piece."""
+        return self._frame % encode_json(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,18 +21,18 @@ from .generation import (
     Answer,
     Generation,
     Held,
+    PlainPieces,
     holding,
-    is_text_alone,
     native_logprobs,
     new_id,
 )
 from .lookup import Model, find_model
 from .options import Options
-from .replies import Family, encode_json
+from .replies import OPEN, Family, encode_json, frame_of, line_of
 
 RAW_EXCLUDES = "raw mode does not support template, system, or context"
 
-Content = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
+Content = Callable[[Any, str, Sequence[ToolCall]], dict[str, Any]]
 
 
 async def generate(call: Call) -> None:
@@ -214,7 +214,7 @@ def worker_message(message: Message) -> dict[str, Any]:
 # -------------------------------------------------------------------- the answer
 
 
-def _response(text: str, thinking: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
+def _response(text: Any, thinking: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
     content: dict[str, Any] = {"response": text}
     if thinking:
         content["thinking"] = thinking
@@ -224,7 +224,7 @@ def _response(text: str, thinking: str, tool_calls: Sequence[ToolCall]) -> dict[
 
 
 def _message(
-    text: str, thinking: str, tool_calls: Sequence[ToolCall], first_index: int = 0
+    text: Any, thinking: str, tool_calls: Sequence[ToolCall], first_index: int = 0
 ) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
@@ -263,24 +263,12 @@ async def _answer(
             _final(held, generation, full, answer.logprobs, with_context, answer.token_ids)
         )
         return
-    token_ids: list[int] = []
     late_calls: list[ToolCall] = []  # /api/generate tells calls in its last object only
     num_calls = 0
-    plain = _plain_line(held.model, content)
-
-    def written(delta: Delta) -> bool:
-        if not is_text_alone(delta):
-            return False
-        if not call.write_now(plain % (now_bytes(), encode_json(delta.text))):
-            return False
-        if with_context:
-            token_ids.extend(delta.token_ids)
-        return True
-
-    async with aclosing(generation.deltas(written)) as deltas:
+    pieces = _PlainLines(call)
+    pieces.open(_frame(held.model, content))
+    async with aclosing(generation.deltas(pieces)) as deltas:
         async for delta in deltas:
-            if with_context:
-                token_ids.extend(delta.token_ids)
             if content is _message:
                 part = _message(delta.text, delta.thinking, delta.tool_calls, num_calls)
                 num_calls += len(delta.tool_calls)
@@ -290,16 +278,22 @@ async def _answer(
             if _is_visible(delta, content is _message):
                 await call.send_line(_chunk(held.model, part, delta.logprobs))
     last = content("", "", late_calls)
-    await call.send_line(_final(held, generation, last, (), with_context, token_ids))
+    await call.send_line(_final(held, generation, last, (), with_context, pieces.token_ids))
     await call.end_stream()
 
 
-def _plain_line(model: Model, content: Content) -> bytes:
-    """What most lines look like: only the time and the text are filled in each time."""
-    asked = encode_json(model.asked).replace(b"%", b"%%")
-    is_chat = content is _message
-    body = b'"message":{"role":"assistant","content":%s}' if is_chat else b'"response":%s'
-    return b'{"model":' + asked + b',"created_at":"%s",' + body + b',"done":false}\n'
+class _PlainLines(PlainPieces):
+    """Lines also tell when they were made."""
+
+    __slots__ = ()
+
+    def piece(self, text: str) -> bytes:
+        return self._frame % (b'"%b"' % now_bytes(), encode_json(text))
+
+
+def _frame(model: Model, content: Content) -> bytes:
+    """What most lines look like: the time and the text are open."""
+    return frame_of(line_of({**_chunk(model, content(OPEN, "", ()), ()), "created_at": OPEN}))
 
 
 def _is_visible(delta: Delta, shows_calls: bool) -> bool:

@@ -25,7 +25,7 @@ from ..errors import BadRequest
 from .bodies import check_top_logprobs, num_logprobs
 from .call import Call, Route
 from .durations import parse_keep_alive_s
-from .generation import Answer, Generation, Held, holding, is_text_alone, native_logprobs
+from .generation import Generation, Held, PlainPieces, holding, native_logprobs
 from .lookup import find_model
 from .native import parse_options
 from .openai_bodies import (
@@ -36,8 +36,17 @@ from .openai_bodies import (
     think_of_effort,
     worker_messages,
 )
-from .replies import Family, encode_json
-from .turn import Turn, check, checked_tools, choose_tools, deltas_of, request_of, start
+from .replies import OPEN, Family, event_of, frame_of
+from .turn import (
+    Turn,
+    check,
+    checked_tools,
+    choose_tools,
+    collected,
+    deltas_of,
+    request_of,
+    start,
+)
 
 MAX_CHOICES = 128
 FINGERPRINT = "fp_ollama"  # some clients look for a value they know
@@ -151,10 +160,7 @@ class ChatReply:
         await self.call.send_json(answer)
 
     async def _choice(self, generation: Generation, index: int) -> dict[str, Any]:
-        answer = Answer()
-        async with aclosing(deltas_of(generation, self.turn)) as deltas:
-            async for delta in deltas:
-                answer.add(delta)
+        answer = await collected(generation, self.turn)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.thinking:
             message["reasoning"] = answer.thinking
@@ -184,19 +190,13 @@ class ChatReply:
     async def _stream_choice(self, generation: Generation, index: int) -> None:
         head = self._head("chat.completion.chunk")
         options = self.body.stream_options or StreamOptions()
-        num_tokens = 0
         num_calls = 0
         role = {"role": "assistant"}
-        plain = _plain_event(head, index)
-
-        def written(delta: Delta) -> bool:
-            if role or options.continuous_usage_stats or not is_text_alone(delta):
-                return False
-            return self.call.write_now(plain % encode_json(delta.text))
-
-        async with aclosing(deltas_of(generation, self.turn, written)) as deltas:
+        pieces = PlainPieces(self.call)
+        plain = {"index": index, "delta": {"content": OPEN}, "finish_reason": None}
+        frame = frame_of(event_of({**head, "choices": [plain]}))
+        async with aclosing(deltas_of(generation, self.turn, pieces)) as deltas:
             async for delta in deltas:
-                num_tokens += len(delta.token_ids)
                 parts = _parts(delta, num_calls)
                 num_calls += len(delta.tool_calls)
                 for position, part in enumerate(parts):
@@ -210,8 +210,10 @@ class ChatReply:
                         choice["logprobs"] = {"content": openai_logprobs(delta.logprobs)}
                     chunk = {**head, "choices": [choice]}
                     if options.continuous_usage_stats:
-                        chunk["usage"] = running_usage(generation, num_tokens)
+                        chunk["usage"] = running_usage(generation, len(pieces.token_ids))
                     await self.call.send_event(chunk)
+                if parts and not options.continuous_usage_stats:
+                    pieces.open(frame)
         if role:  # an empty answer still has a speaker
             opening = {"index": index, "delta": {**role, "content": ""}, "finish_reason": None}
             await self.call.send_event({**head, "choices": [opening]})
@@ -231,13 +233,6 @@ class ChatReply:
             "model": self.held.model.asked,
             "system_fingerprint": FINGERPRINT,
         }
-
-
-def _plain_event(head: dict[str, Any], index: int) -> bytes:
-    """What most events look like: only the text is filled in each time."""
-    opening = encode_json(head).removesuffix(b"}").replace(b"%", b"%%")
-    choice = b'{"index":%d,"delta":{"content":%%s},"finish_reason":null}' % index
-    return b"data: " + opening + b',"choices":[' + choice + b"]}\n\n"
 
 
 def _parts(delta: Delta, num_calls: int) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from ..errors import DaemonError, ServerBusy, status_of
 log = logging.getLogger("llmd.routes")
 
 encode_json = msgspec.json.Encoder().encode
+OPEN = msgspec.Raw(b"\0")  # a value that a frame leaves open; no JSON text has this byte
 
 JSON = "application/json; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
@@ -55,6 +56,22 @@ def family_of(path: str) -> Family:
     if path.startswith("/v1/messages"):
         return Family.ANTHROPIC
     return Family.OPENAI if path.startswith("/v1/") else Family.NATIVE
+
+
+def line_of(value: Any) -> bytes:
+    """One object of a native stream."""
+    return encode_json(value) + b"\n"
+
+
+def event_of(value: Any, event: str = "") -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n".encode() if event else b""
+    return b"%sdata: %s\n\n" % (name, encode_json(value))
+
+
+def frame_of(piece: bytes) -> bytes:
+    """The piece with %b for each value that is OPEN."""
+    return piece.replace(b"%", b"%%").replace(b"\0", b"%b")
 
 
 def error_text(error: BaseException) -> str:

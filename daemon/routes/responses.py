@@ -26,19 +26,21 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...backend.protocol import Finished, ToolCall
+from ...backend.protocol import Delta, Finished, ToolCall
 from ..errors import BadRequest, NotFound, status_of
 from .bodies import Body
 from .call import Call, Route
 from .durations import parse_keep_alive_s
-from .generation import Generation, holding
+from .generation import Generation, PlainPieces, holding
 from .lookup import find_model
 from .native import parse_options
 from .openai_bodies import Reasoning, parsed_arguments, think_of_effort
-from .replies import Family, error_text
+from .replies import OPEN, Family, encode_json, error_text, event_of, frame_of
 from .turn import Turn, check, choose_tools, deltas_of, image_data, start
 
 log = logging.getLogger("llmd.routes")
+
+TEXT_DELTA = "response.output_text.delta"
 
 
 class ResponseText(Body, frozen=True):
@@ -283,6 +285,10 @@ class _Reply:
     output: list[dict[str, Any]] = field(default_factory=list)
     open_item: dict[str, Any] | None = None
     num_events: int = 0
+    pieces: PlainPieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = _TextDeltas(self)
 
     async def run(self, generation: Generation) -> None:
         """Errors before the first event are ordinary answers; later, `response.failed`."""
@@ -299,7 +305,7 @@ class _Reply:
             await self.call.end_stream()
 
     async def _play(self, generation: Generation) -> None:
-        async with aclosing(deltas_of(generation, self.turn)) as deltas:
+        async with aclosing(deltas_of(generation, self.turn, self.pieces)) as deltas:
             async for delta in deltas:
                 if self.body.stream and self.num_events == 0:
                     await self._begin()
@@ -329,6 +335,9 @@ class _Reply:
             event = {"type": kind, "sequence_number": self.num_events, **fields}
             self.num_events += 1
             await self.call.send_event(event, kind)
+
+    def _text_delta(self, text: Any) -> dict[str, Any]:
+        return {**self._place, "content_index": 0, "delta": text, "logprobs": []}
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -368,10 +377,16 @@ class _Reply:
                 "response.content_part.added", **self._place, content_index=0, part=part
             )
             self.open_item["content"] = [part]
+            fields = self._text_delta(OPEN)
+            plain = {"type": TEXT_DELTA, "sequence_number": OPEN, **fields}
+            self.pieces.open(frame_of(event_of(plain, TEXT_DELTA)))
+        self.keep_text(text)
+        await self._tell(TEXT_DELTA, **self._text_delta(text))
+
+    def keep_text(self, text: str) -> None:
+        """The open message ends with it."""
+        assert self.open_item is not None
         self.open_item["content"][0]["text"] += text
-        await self._tell(
-            "response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=[]
-        )
 
     async def _add_call(self, tool_call: ToolCall) -> None:
         arguments = json.dumps(tool_call.arguments, ensure_ascii=False)
@@ -395,6 +410,7 @@ class _Reply:
         item = self.open_item
         if item is None:
             return
+        self.pieces.close()
         place = self._place
         if item["type"] == "reasoning":
             text = item["summary"][0]["text"]
@@ -463,6 +479,26 @@ class _Reply:
             "safety_identifier": None,
             "prompt_cache_key": None,
         }
+
+
+class _TextDeltas(PlainPieces):
+    """Every event has its number, and the text is told once more at the end."""
+
+    __slots__ = ("_reply",)
+
+    def __init__(self, reply: _Reply) -> None:
+        super().__init__(reply.call)
+        self._reply = reply
+
+    def write(self, delta: Delta) -> bool:
+        if not super().write(delta):
+            return False
+        self._reply.num_events += 1
+        self._reply.keep_text(delta.text)
+        return True
+
+    def piece(self, text: str) -> bytes:
+        return self._frame % (b"%d" % self._reply.num_events, encode_json(text))
 
 
 def _usage(end: Finished) -> dict[str, Any]:

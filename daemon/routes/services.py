@@ -28,11 +28,11 @@ from ...registry.names import ModelName
 from ...registry.pull import Reference
 from ...registry.store import ModelStore
 from ..devices import Device
+from ..listener import Listener
 from ..metrics import Metrics
 from ..placement import NO_WISH, Wish
 from ..running import RunningRequest
 from ..snapshots import HistoryEntry, LoadingModel
-from ..worker_process import Shortcut
 
 API_VERSION = "0.33.0"  # clients refuse servers of this API that look older than 0.6.4
 
@@ -48,11 +48,11 @@ class Lease(Protocol):
     def load_s(self) -> float: ...  # waited for it; near 0 when it was loaded
 
     def generate(
-        self, request: Generate, shortcut: Shortcut | None = None
+        self, request: Generate, listener: Listener | None = None
     ) -> AsyncIterator[Started | Delta]:
         """Started, then Deltas up to the one with `finished`. Closing it cancels the sequence.
 
-        `shortcut` is offered the deltas first. Raises RequestFailed or WorkerDied.
+        `listener` is offered the deltas first. Raises RequestFailed or WorkerDied.
         """
         ...
 

@@ -22,8 +22,8 @@ import msgspec
 
 from ...backend.protocol import Delta, Generate, SamplingParams
 from ..errors import BadRequest
-from ..worker_process import Shortcut
-from .generation import Generation, Held, new_id
+from ..listener import Listener
+from .generation import Answer, Generation, Held, new_id
 from .lookup import Model
 from .native import conversation, resolve_think
 from .options import Options
@@ -104,20 +104,29 @@ def _sampling(turn: Turn, options: Options, index: int) -> SamplingParams:
 
 
 async def deltas_of(
-    generation: Generation, turn: Turn, shortcut: Shortcut | None = None
+    generation: Generation, turn: Turn, listener: Listener
 ) -> AsyncGenerator[Delta, None]:
     """The deltas; calls beyond the first are left out where only one is wanted.
 
-    `shortcut` must leave calls alone.
+    `listener` must leave calls alone.
     """
     has_called = False
-    async with aclosing(generation.deltas(shortcut)) as deltas:
+    async with aclosing(generation.deltas(listener)) as deltas:
         async for delta in deltas:
             if delta.tool_calls and turn.one_call:
                 calls = [] if has_called else delta.tool_calls[:1]
                 has_called = True
                 delta = msgspec.structs.replace(delta, tool_calls=calls)
             yield delta
+
+
+async def collected(generation: Generation, turn: Turn) -> Answer:
+    """All of them as one."""
+    answer = Answer()
+    async with aclosing(deltas_of(generation, turn, Listener())) as deltas:
+        async for delta in deltas:
+            answer.add(delta)
+    return answer
 
 
 def choose_tools(

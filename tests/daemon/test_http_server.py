@@ -38,19 +38,19 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def count(scope: Scope, receive: Receive, send: Send) -> None:
     """Counts to 60: some numbers at once, some as messages, some after a turn of the event loop."""
-    write_now: http_server.WriteNow = scope["extensions"][http_server.WRITE_NOW]
-    assert not write_now(b"too early;"), "the answer has not begun"
+    wire: http_server.Wire = scope["extensions"][http_server.WIRE]
+    assert not wire.put(b"too early;"), "the answer has not begun"
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for number in range(60):
         piece = b"%d;" % number
         if number % 7 == 3:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         else:
-            assert write_now(piece)
+            assert wire.put(piece)
         if number % 5 == 0:
             await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b"end"})
-    assert not write_now(b"too late;"), "the answer is over"
+    assert not wire.put(b"too late;"), "the answer is over"
 
 
 @contextmanager
@@ -88,9 +88,9 @@ def test_pieces_and_messages_come_in_the_order_they_were_given(
     assert all(answer.headers["transfer-encoding"] == "chunked" for answer in answers)
 
 
-async def given_while_another_leaves() -> bytes:
-    """What a client gets whose piece is sent after that of one who has left in the same turn."""
-    loop, outbox = asyncio.get_running_loop(), http_server.Outbox()
+async def given_while_another_leaves(aborts_first: bool) -> bytes:
+    """What a client gets that is sent a piece in the turn in which another one leaves."""
+    loop = asyncio.get_running_loop()
     (leaving, _), (staying, client) = socket.socketpair(), socket.socketpair()
     with leaving, staying, client:
         for one in (leaving, staying, client):
@@ -105,18 +105,22 @@ async def given_while_another_leaves() -> bytes:
                 chunked_encoding=True,
                 flow=SimpleNamespace(write_paused=False),
             )
-            assert outbox.put(cast("RequestResponseCycle", cycle), b"piece")
+            wire = http_server.Wire(cast("RequestResponseCycle", cycle))
+            wire.look()
+            if transport is gone and aborts_first:
+                gone.abort()
+            assert wire.put(b"piece")
         gone.abort()
         await asyncio.sleep(0)
-        outbox.flush()
         received = await asyncio.wait_for(loop.sock_recv(client, 100), 10)
         here.close()
         await asyncio.sleep(0)
     return received
 
 
-def test_a_client_that_leaves_takes_nobody_elses_piece_along() -> None:
-    assert http_server.run(given_while_another_leaves()) == b"5\r\npiece\r\n"
+@pytest.mark.parametrize("aborts_first", [False, True])
+def test_a_client_that_leaves_takes_nobody_elses_piece_along(aborts_first: bool) -> None:
+    assert http_server.run(given_while_another_leaves(aborts_first)) == b"5\r\npiece\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: local"])

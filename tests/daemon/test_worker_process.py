@@ -17,6 +17,7 @@ import pytest
 from llmd.backend.protocol import Delta, Embed, Generate, Load, SamplingParams, Started
 from llmd.daemon.errors import DiedInLoad, LoadFailed, NoMemory, WorkerDied
 from llmd.daemon.lease import Lease
+from llmd.daemon.listener import Listener
 from llmd.daemon.worker_process import WorkerProcess
 from llmd.registry.names import ModelName
 
@@ -214,7 +215,7 @@ def test_a_slow_reader_gets_everything_in_few_pieces(tmp_path: Path) -> None:
     staged(tmp_path, work)
 
 
-def test_a_shortcut_and_its_reader_share_a_stream_in_order_through_a_death(
+def test_a_listener_and_its_reader_share_a_stream_in_order_through_a_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behave(monkeypatch, token_s=0.002)
@@ -222,40 +223,45 @@ def test_a_shortcut_and_its_reader_share_a_stream_in_order_through_a_death(
 
     async def work(stage: RealStage) -> None:
         parts: list[str] = []
-        num_by_way = {"shortcut": 0, "reader": 0}
+        num_by_way = {"listener": 0, "reader": 0}
 
-        def take(delta: Delta) -> bool:
-            if draw.random() < 0.4:
-                return False
-            num_by_way["shortcut"] += 1
-            parts.append(delta.text)
-            if num_by_way["shortcut"] == 15:
-                stage.signal(signal.SIGKILL)
-            return True
+        class Half(Listener):
+            def write(self, delta: Delta) -> bool:
+                if draw.random() < 0.4:
+                    return False
+                num_by_way["listener"] += 1
+                parts.append(delta.text)
+                if num_by_way["listener"] == 15:
+                    stage.signal(signal.SIGKILL)
+                return True
 
+        listener = Half()
         async with stage.manager.lease(MODEL) as lease:
-            async for answer in lease.generate(request("LONG 60"), take):
+            async for answer in lease.generate(request("LONG 60"), listener):
                 if isinstance(answer, Delta):
                     num_by_way["reader"] += 1
                     parts.append(answer.text)
         assert "".join(parts) == expected_text("LONG 60", 7, 60)
         assert min(num_by_way.values()) > 5, num_by_way
+        assert listener.num_text == len("".join(parts))
+        assert len(listener.token_ids) == 60
         assert len(stage.workers) == 2
 
     staged(tmp_path, work)
 
 
-def test_a_shortcut_that_fails_is_not_asked_again(tmp_path: Path) -> None:
+def test_a_listener_that_fails_is_not_asked_again(tmp_path: Path) -> None:
     calls: list[Delta] = []
 
-    def fail(delta: Delta) -> bool:
-        calls.append(delta)
-        raise ValueError("no way")
+    class Failing(Listener):
+        def write(self, delta: Delta) -> bool:
+            calls.append(delta)
+            raise ValueError("no way")
 
     async def work(stage: RealStage) -> None:
         async with stage.manager.lease(MODEL) as lease:
             text = ""
-            async for answer in lease.generate(request("LONG 40"), fail):
+            async for answer in lease.generate(request("LONG 40"), Failing()):
                 text += answer.text if isinstance(answer, Delta) else ""
         assert text == expected_text("LONG 40", 7, 40)
         assert len(calls) == 1
