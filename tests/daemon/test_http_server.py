@@ -90,7 +90,7 @@ def test_pieces_and_messages_come_in_the_order_they_were_given(
 
 async def given_while_another_leaves(aborts_first: bool) -> bytes:
     """What a client gets that is sent a piece in the turn in which another one leaves."""
-    loop = asyncio.get_running_loop()
+    loop, outbox = asyncio.get_running_loop(), http_server.Outbox()
     (leaving, _), (staying, client) = socket.socketpair(), socket.socketpair()
     with leaving, staying, client:
         for one in (leaving, staying, client):
@@ -105,7 +105,7 @@ async def given_while_another_leaves(aborts_first: bool) -> bytes:
                 chunked_encoding=True,
                 flow=SimpleNamespace(write_paused=False),
             )
-            wire = http_server.Wire(cast("RequestResponseCycle", cycle))
+            wire = http_server.Wire(cast("RequestResponseCycle", cycle), outbox)
             wire.look()
             if transport is gone and aborts_first:
                 gone.abort()
