@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmd.backend.text.gguf_vocabulary import TokenizerError, derive_merges, load_vocabulary
+from llmd.backend.text.gguf_vocabulary import TokenizerError, load_vocabulary
 from llmd.backend.text.tokenizer import (
     LITERAL_CLOSE,
     LITERAL_OPEN,
@@ -73,22 +72,6 @@ def test_merges_follow_the_scores_of_a_sentence_piece_vocabulary() -> None:
     tokenizer = sentence_piece()
     spelt = [tokenizer.token_bytes(i) for i in tokenizer.encode("the hello")]
     assert spelt == [b" the", b" ", b"he", b"ll", b"o"]
-
-
-def test_merges_are_all_cuts_of_a_token_into_two_tokens_the_best_token_first() -> None:
-    chance = random.Random(1)
-    for round_number in range(200):
-        shortest = 0 if round_number % 3 else 1
-        lengths = [chance.randrange(shortest, 6) for _ in range(chance.randrange(1, 60))]
-        tokens = list(dict.fromkeys("".join(chance.choices("abé▁😀", k=n)) for n in lengths))
-        ranks = [chance.random() for _ in tokens]
-        wanted = [
-            (token[:cut], token[cut:])
-            for _, token in sorted(zip(ranks, tokens, strict=True))
-            for cut in range(1, len(token))
-            if token[:cut] in tokens and token[cut:] in tokens
-        ]
-        assert derive_merges(tokens, ranks) == wanted
 
 
 def test_a_run_of_spaces_that_a_user_defined_is_the_token_of_its_place() -> None:
