@@ -27,6 +27,7 @@ collector need not see it (`gc=False`). Nothing here knows torch, asyncio or a f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -251,9 +252,9 @@ class Delta(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     id: str
     text: str = ""
     thinking: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: Sequence[ToolCall] = ()
     token_ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
+    logprobs: Sequence[TokenLogprob] = ()
     finished: Finished | None = None
 
 

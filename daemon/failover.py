@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
@@ -92,7 +93,7 @@ async def resumed(
                                 yield answer
                             continue
                         news = repetition.news(answer)
-                        listener.count(news)
+                        listener.count(news, time.monotonic())
                         if _is_news(news):
                             yield news
                         if news.finished is not None:

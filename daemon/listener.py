@@ -20,6 +20,7 @@ import time
 
 from ..backend.protocol import Delta
 from .metrics import ModelFigures
+from .moment import Moment
 
 
 class Listener:
@@ -54,19 +55,19 @@ class Listener:
         self._gap_s = figures.inter_token_s
         self.told_at = arrived  # monotonic; later, when the last tokens came
 
-    def take(self, delta: Delta) -> bool:
+    def take(self, delta: Delta, came: Moment) -> bool:
         """Tell it now. False: it was not told, and is to be told the long way."""
-        if self.is_ahead or not self.write(delta):
+        if self.is_ahead or not self.write(delta, came):
             return False
-        self.count(delta)
+        self.count(delta, came.monotonic)
         return True
 
-    def write(self, delta: Delta) -> bool:
+    def write(self, delta: Delta, came: Moment) -> bool:
         """Pass on all of the delta, or nothing."""
         return False
 
-    def count(self, news: Delta) -> None:
-        """It has been told this."""
+    def count(self, news: Delta, now: float) -> None:
+        """It is told this."""
         self.num_text += len(news.text)
         if news.thinking:
             self.num_thinking += len(news.thinking)
@@ -74,7 +75,6 @@ class Listener:
             self.num_calls += len(news.tool_calls)
         ids = news.token_ids
         if ids:
-            now = time.monotonic()
             if self.token_ids:
                 self._gap_s.observe((now - self.told_at) / len(ids), len(ids))
             else:

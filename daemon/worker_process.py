@@ -56,6 +56,7 @@ from ..backend.protocol import (
 )
 from .errors import DaemonError, DiedInLoad, LoadFailed, NoMemory, RequestFailed, WorkerDied
 from .listener import Listener
+from .moment import Moment
 
 log = logging.getLogger("llmd.worker_process")
 
@@ -109,11 +110,11 @@ class _Mailbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def put_delta(self, delta: Delta) -> None:
+    def put_delta(self, delta: Delta, came: Moment) -> None:
         """The same; but a listener whose reader waits has it at once, unless it is the last."""
         if self._taker is not None and delta.finished is None:
             try:
-                if self._taker.take(delta):
+                if self._taker.take(delta, came):
                     return
             except Exception:
                 log.exception("a listener failed; the deltas go to its reader")
@@ -320,8 +321,9 @@ class WorkerProcess:
         assert self._process.stdout is not None
         try:
             async for line in self._process.stdout:
-                self._last_sign = time.monotonic()
-                self._take(protocol.decode_event(line))
+                came = Moment()
+                self._last_sign = came.monotonic
+                self._take(protocol.decode_event(line), came)
         except (protocol.ProtocolError, ValueError) as error:
             log.error("%s speaks out of order: %s", self.name, error)
         finally:
@@ -330,12 +332,12 @@ class WorkerProcess:
             await asyncio.wait([self._log_task], timeout=LAST_WORDS_S)
             self._end()
 
-    def _take(self, event: protocol.Event) -> None:
+    def _take(self, event: protocol.Event, came: Moment) -> None:
         if isinstance(event, Step):
             for delta in event.deltas:
                 mailbox = self._mailboxes.get(delta.id)
                 if mailbox is not None:
-                    mailbox.put_delta(delta)
+                    mailbox.put_delta(delta, came)
             if event.stats is not None:
                 self._take_stats(event.stats)
         elif isinstance(event, Stats):

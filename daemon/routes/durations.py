@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 
 from ..errors import BadRequest
 
@@ -72,27 +70,6 @@ def parse_keep_alive_s(value: object) -> float | None:
     if seconds < 0 or seconds > _MAX_S:
         return FOREVER_S
     return float(seconds)
-
-
-def now_text() -> str:
-    """The time now in UTC, RFC 3339 with nanoseconds: every chunk's `created_at`."""
-    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
-    return f"{_second_text(seconds)}.{nanoseconds:09d}Z"
-
-
-def now_bytes() -> bytes:
-    """The same to the millisecond, which all that one step of an engine brings has in common."""
-    return _millisecond_bytes(time.time_ns() // 1_000_000)
-
-
-@lru_cache(maxsize=2)
-def _millisecond_bytes(milliseconds: int) -> bytes:
-    return f"{_second_text(milliseconds // 1000)}.{milliseconds % 1000:03d}000000Z".encode()
-
-
-@lru_cache(maxsize=2)
-def _second_text(seconds: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def local_text(moment: datetime) -> str:

@@ -23,6 +23,7 @@ from ...backend.protocol import Delta, Finished, Generate, Started, TokenLogprob
 from ..errors import RequestFailed
 from ..listener import Listener
 from ..metrics import ModelFigures
+from ..moment import Moment
 from ..placement import NO_WISH, Wish
 from .call import Call
 from .durations import nanoseconds
@@ -144,7 +145,7 @@ class Collector(Listener):
         super().__init__()
         self._answer = answer
 
-    def write(self, delta: Delta) -> bool:
+    def write(self, delta: Delta, came: Moment) -> bool:
         self._answer.add(delta)
         return True
 
@@ -170,14 +171,16 @@ class PlainPieces(Listener):
     def close(self) -> None:
         self._frame = b""
 
-    def write(self, delta: Delta) -> bool:
-        if not self._frame or not is_text_alone(delta):
+    def write(self, delta: Delta, came: Moment) -> bool:
+        if delta.thinking or delta.tool_calls or delta.logprobs or not delta.text:
             return False
-        return self._wire is not None and self._wire.put(self.piece(delta.text))
+        if self._wire is None or not self._frame:
+            return False
+        return self._wire.put(self.piece(encode_json(delta.text), came))
 
-    def piece(self, text: str) -> bytes:
-        """The whole piece."""
-        return self._frame % encode_json(text)
+    def piece(self, text: bytes, came: Moment) -> bytes:
+        """The whole piece with this text."""
+        return self._frame % text
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +219,6 @@ async def holding(
     """The model, loaded, for as long as the block runs."""
     async with call.services.manager.lease(model.name, keep_alive_s, wish=wish) as lease:
         yield Held(call, model, lease, time.monotonic() - call.arrived)
-
-
-def is_text_alone(delta: Delta) -> bool:
-    """As most deltas are."""
-    return bool(delta.text) and not (delta.thinking or delta.tool_calls or delta.logprobs)
 
 
 def native_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ from typing import Any
 
 from ...backend.protocol import Delta, Generate, TokenLogprob, ToolCall
 from ..errors import BadRequest
+from ..moment import Moment, now_text
 from . import bodies
 from .bodies import ChatBody, GenerateBody, Message, checked_format, checked_think
 from .call import Call, Route
-from .durations import now_bytes, now_text, parse_keep_alive_s
+from .durations import parse_keep_alive_s
 from .generation import (
     Answer,
     Generation,
@@ -28,7 +29,7 @@ from .generation import (
 )
 from .lookup import Model, find_model
 from .options import Options
-from .replies import OPEN, Family, encode_json, frame_of, line_of
+from .replies import OPEN, Family, frame_of, line_of
 
 RAW_EXCLUDES = "raw mode does not support template, system, or context"
 
@@ -287,8 +288,8 @@ class _PlainLines(PlainPieces):
 
     __slots__ = ()
 
-    def piece(self, text: str) -> bytes:
-        return self._frame % (b'"%b"' % now_bytes(), encode_json(text))
+    def piece(self, text: bytes, came: Moment) -> bytes:
+        return self._frame % (came.created_at, text)
 
 
 def _frame(model: Model, content: Content) -> bytes:

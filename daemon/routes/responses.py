@@ -28,6 +28,7 @@ from typing import Any
 
 from ...backend.protocol import Delta, Finished, ToolCall
 from ..errors import BadRequest, NotFound, status_of
+from ..moment import Moment
 from .bodies import Body
 from .call import Call, Route
 from .durations import parse_keep_alive_s
@@ -35,7 +36,7 @@ from .generation import Generation, PlainPieces, holding
 from .lookup import find_model
 from .native import parse_options
 from .openai_bodies import Reasoning, parsed_arguments, think_of_effort
-from .replies import OPEN, Family, encode_json, error_text, event_of, frame_of
+from .replies import OPEN, Family, error_text, event_of, frame_of
 from .turn import Turn, check, choose_tools, deltas_of, image_data, start
 
 log = logging.getLogger("llmd.routes")
@@ -490,15 +491,15 @@ class _TextDeltas(PlainPieces):
         super().__init__(reply.call)
         self._reply = reply
 
-    def write(self, delta: Delta) -> bool:
-        if not super().write(delta):
+    def write(self, delta: Delta, came: Moment) -> bool:
+        if not super().write(delta, came):
             return False
         self._reply.num_events += 1
         self._reply.keep_text(delta.text)
         return True
 
-    def piece(self, text: str) -> bytes:
-        return self._frame % (b"%d" % self._reply.num_events, encode_json(text))
+    def piece(self, text: bytes, came: Moment) -> bytes:
+        return self._frame % (b"%d" % self._reply.num_events, text)
 
 
 def _usage(end: Finished) -> dict[str, Any]:

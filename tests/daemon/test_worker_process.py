@@ -18,6 +18,7 @@ from llmd.backend.protocol import Delta, Embed, Generate, Load, SamplingParams, 
 from llmd.daemon.errors import DiedInLoad, LoadFailed, NoMemory, WorkerDied
 from llmd.daemon.lease import Lease
 from llmd.daemon.listener import Listener
+from llmd.daemon.moment import Moment
 from llmd.daemon.worker_process import WorkerProcess
 from llmd.registry.names import ModelName
 
@@ -226,7 +227,7 @@ def test_a_listener_and_its_reader_share_a_stream_in_order_through_a_death(
         num_by_way = {"listener": 0, "reader": 0}
 
         class Half(Listener):
-            def write(self, delta: Delta) -> bool:
+            def write(self, delta: Delta, came: Moment) -> bool:
                 if draw.random() < 0.4:
                     return False
                 num_by_way["listener"] += 1
@@ -254,7 +255,7 @@ def test_a_listener_that_fails_is_not_asked_again(tmp_path: Path) -> None:
     calls: list[Delta] = []
 
     class Failing(Listener):
-        def write(self, delta: Delta) -> bool:
+        def write(self, delta: Delta, came: Moment) -> bool:
             calls.append(delta)
             raise ValueError("no way")
 
