@@ -131,9 +131,9 @@ def attend_block(
     is_narrow = count * group <= NARROW_ROWS
     if not is_narrow:
         for lane in range(dim):
-            vec.widen(keys + lane * 64, wide_keys + lane * 128)
+            vec.widen(keys + lane * 64, wide_keys + lane * 128, ahead)
         for lane in range(0, held * dim, 32):
-            vec.widen(values + lane * 2, wide_values + lane * 4)
+            vec.widen(values + lane * 2, wide_values + lane * 4, ahead)
         keys, values, ldv = wide_keys, wide_values, ld
     totals, peaks = totals_of(piece, max_rows, dim), peaks_of(piece, max_rows, dim)
     scores += begin_row * 128

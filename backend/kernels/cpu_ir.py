@@ -261,6 +261,8 @@ def _narrow(e: Emitter, a: list[Any]) -> None:
 
 
 def _widen(e: Emitter, a: list[Any]) -> None:
+    """What lies `ahead` of it will be widened next, and is fetched."""
+    e.prefetch(e.b.add(a[0], a[2]))
     halves = e.load(a[0], ir.VectorType(_I16, WIDTH), align=2)
     e.store(e.from_bfloat16(halves), a[1])
 
@@ -287,7 +289,7 @@ times8 = _define("if", lambda e, a: e.store(e.b.fmul(e.floats(a[0], 0, 8), e.spl
 total32 = _define("i", lambda e, a: e.total(e.floats(a[0])))
 plus = _define("iif", lambda e, a: e.store(e.b.fadd(e.floats(a[0]), e.splat(a[2], WIDTH)), a[1]))
 narrow = _define("ii", _narrow)  # float32 to bfloat16
-widen = _define("ii", _widen)  # bfloat16 to float32
+widen = _define("iii", _widen)  # (bfloat16, float32, ahead)
 zero = _define("i", _zero)
 zero8 = _define("i", lambda e, a: e.store(e.constant(0.0, 8), a[0]))
 blend8 = _define("iiff", _blend)  # 8 floats at (x, y, f, g): x = x · f + y · g
@@ -478,15 +480,18 @@ def float_tile(num_rows: int, is_narrow: bool, adds: bool) -> Intrinsic:
         offset = e.b.mul(loop.step, ir.Constant(_I64, 4))
         if is_narrow:
             e.prefetch(e.b.add(b_row, ahead))
-            halves = ir.VectorType(_I16, 8)
-            columns = [e.from_bfloat16(e.load(b_row, halves, 16 * j, align=2)) for j in range(4)]
-        else:
-            columns = [e.floats(b_row, 32 * j, 8) for j in range(4)]
-        values = []
-        for index, row in enumerate(a_rows):
-            x = e.splat(e.load(e.b.add(row, offset), _F32), 8)
-            for j, column in enumerate(columns):
-                values.append(e.fma(x, column, loop.carried[index * 4 + j]))
+        # in this order: twelve sums, three inputs and one column are AVX2's sixteen registers
+        inputs = [e.splat(e.load(e.b.add(row, offset), _F32), 8) for row in a_rows]
+        values: list[Any] = [None] * (4 * num_rows)
+        for j in range(4):
+            if is_narrow:
+                halves = e.load(b_row, ir.VectorType(_I16, 8), 16 * j, align=2)
+                column = e.from_bfloat16(halves)
+            else:
+                column = e.floats(b_row, 32 * j, 8)
+            for index, x in enumerate(inputs):
+                at = index * 4 + j
+                values[at] = e.fma(x, column, loop.carried[at])
         loop.end(values)
         for index, row in enumerate(c_rows):
             for j in range(4):

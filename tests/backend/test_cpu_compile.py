@@ -116,6 +116,22 @@ def test_where_there_is_vnni_the_tiles_use_it(bits: int, instruction: str) -> No
     assert found == [True, False]
 
 
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_float_tile_keeps_its_twelve_sums_in_registers(is_narrow: bool, adds: bool) -> None:
+    """A sum that goes by the stack waits for it at each step: attention took twice as long."""
+    tile = cpu_ir.float_tile(3, is_narrow, adds)
+
+    def product(a: int, b: int, c: int, depth: int) -> None:
+        tile(a, 256, b, 128, c, 128, depth, a, 0)
+
+    product.__globals__["tile"] = tile
+    text = cpu_compile.translate(cpu_compile.kernel(product), frozenset())
+    code = cpu_compile.assembly(text, "znver3", "+avx2,+fma,+f16c")
+    assert code.count("vfmadd") == 12
+    assert not [line for line in code.splitlines() if "ymm" in line and "(%rsp)" in line]
+
+
 def test_damaged_code_in_the_cache_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "kernels.o"
     assert _read(path) is None
