@@ -13,6 +13,8 @@ tells it as a share of what a token takes without drafts.
 
 All are smoothed averages and not a regression over many features: the costs differ between sizes
 and contexts, and an average of the last steps is right for the *present* ones, whatever the curve.
+While a long prompt is read no step is pure, and the streams' contexts grow: now and then one step
+without a prompt is asked for, or what they cost would be taken for the prompt's.
 
 Owner: the Scheduler. Pure: it is told durations and calls no clock. The idea of bounding the step
 by what decoders can bear is Sarathi-Serve's (Agrawal et al., OSDI 2024, section 4).
@@ -21,8 +23,10 @@ by what decoders can bear is Sarathi-Serve's (Agrawal et al., OSDI 2024, section
 from __future__ import annotations
 
 SMOOTHING = 0.2  # weight of the newest step: ten steps forget the past
+STALE_STEPS = 24  # beside a prompt: then decoding is measured alone again,
+STALE_SMOOTHING = 0.6  # ... and what was known before weighs less
 MAX_OUTLIER = 4.0  # a pause of the machine counts as no more than this many usual steps
-MIN_CHUNK = 16  # tokens; below this the weights are read for too little
+MIN_CHUNK = 4  # tokens: one tile of the CPU kernels, which computes fewer no faster
 FIRST_CHUNK = 64  # tokens, before the cost of a prompt token is known
 FIRST_DRAFT_COST = 0.2  # of a step of one row, before it is known
 
@@ -35,6 +39,7 @@ class StepTime:
         self._decode_s: dict[int, float] = {}
         self._token_s: float | None = None
         self._draft_s: float | None = None
+        self._num_mixed = 0  # steps with decodes and prompts since one of decodes alone
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{1 << key - 1}+: {s * 1e3:.1f} ms" for key, s in self._decode_s.items())
@@ -52,11 +57,18 @@ class StepTime:
                 self._draft_s = _smooth(self._draft_s, draft_s)
         elif num_prompt_tokens == 0:
             key = num_decodes.bit_length()
-            self._decode_s[key] = _smooth(self._decode_s.get(key), duration_s)
+            weight = STALE_SMOOTHING if self._is_stale else SMOOTHING
+            self._decode_s[key] = _smooth(self._decode_s.get(key), duration_s, weight)
+            self._num_mixed = 0
         else:
+            self._num_mixed += bool(num_decodes)
             decode_s = self.decode_s(num_decodes) or 0.0
             token_s = max(duration_s - decode_s, 0.0) / num_prompt_tokens
             self._token_s = _smooth(self._token_s, token_s)
+
+    @property
+    def _is_stale(self) -> bool:
+        return self._num_mixed >= STALE_STEPS
 
     def decode_s(self, num_decodes: int) -> float | None:
         """What a step of so many decodes takes, or one of the nearest size that was seen."""
@@ -73,10 +85,15 @@ class StepTime:
         return self._draft_s * num_decodes / decode_s
 
     def max_prompt_tokens(self, num_decodes: int, ratio: float) -> int | None:
-        """Prompt tokens that keep the step within `ratio` times a decode step; None: no limit."""
+        """Prompt tokens that keep the step within `ratio` times a decode step; None: no limit.
+
+        0 now and then, so that decoding is measured alone.
+        """
         decode_s = self.decode_s(num_decodes)
         if decode_s is None:
             return None
+        if self._is_stale:
+            return 0
         if self._token_s is None:
             return FIRST_CHUNK
         if self._token_s <= 0.0:
@@ -84,9 +101,9 @@ class StepTime:
         return max(int((ratio - 1.0) * decode_s / self._token_s), MIN_CHUNK)
 
 
-def _smooth(old: float | None, new: float) -> float:
+def _smooth(old: float | None, new: float, weight: float = SMOOTHING) -> float:
     if old is None:
         return new
     if old > 0.0:
         new = min(new, MAX_OUTLIER * old)
-    return old + SMOOTHING * (new - old)
+    return old + weight * (new - old)

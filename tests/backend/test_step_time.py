@@ -13,6 +13,7 @@ from llmd.backend.engine.step_time import (
     FIRST_CHUNK,
     FIRST_DRAFT_COST,
     MIN_CHUNK,
+    STALE_STEPS,
     StepTime,
 )
 
@@ -91,6 +92,25 @@ def test_a_chunk_adds_one_decode_step_at_a_ratio_of_two(token_s: float, tokens: 
         model.observe(4, 0, 0.010)
         model.observe(4, 32, 0.010 + 32 * token_s)
     assert model.max_prompt_tokens(4, 2.0) == pytest.approx(tokens, abs=1)
+
+
+def test_decoding_is_measured_alone_again_while_a_long_prompt_is_read() -> None:
+    """Else the growth of the streams' own contexts counts as the prompt's, and it starves."""
+    model = StepTime()
+    model.observe(8, 0, 0.010)
+    for _ in range(STALE_STEPS):
+        assert model.max_prompt_tokens(8, 2.0) != 0
+        model.observe(8, 10, 0.030 + 10 * 0.001)  # decoding takes three times as long by now
+    starved = int(0.010 / 0.003)
+    assert model.max_prompt_tokens(8, 2.0) == 0
+    for _ in range(6):
+        model.observe(8, 0, 0.030)
+        for _ in range(STALE_STEPS):
+            model.observe(8, 10, 0.030 + 10 * 0.001)
+    model.observe(8, 0, 0.030)
+    tokens = model.max_prompt_tokens(8, 2.0)
+    assert tokens is not None
+    assert tokens > 6 * starved
 
 
 def test_a_pause_of_the_machine_is_no_new_normal() -> None:
