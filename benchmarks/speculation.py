@@ -3,10 +3,10 @@
     python -m llmd.benchmarks.speculation MODEL.gguf --out benchmarks/results/speculation.md
 
 Copying tasks answer with much of their own prompt (edit, quote, reformat); free text does not. Each
-prompt runs alone, greedily, `--rounds` times with drafts and as often without, one after the other,
-so that a disturbance of the machine hits both. The ids must be equal, or the run stops. With
-`--cpu-time` one thread runs and the processor's seconds are counted, which other programs disturb
-less.
+prompt runs alone, greedily, to the end of its answer, `--rounds` times with drafts and as often
+without, one after the other, so that a disturbance of the machine hits both. The ids must be equal,
+or the run stops. With `--cpu-time` one thread runs and the processor's seconds are counted, which
+other programs disturb less.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Bench:
         )
         engine = Engine(Scheduler(config), self.runner, self._clock)
         sampling = SamplingParams(temperature=0)
-        engine.add(EngineRequest("a", tuple(prompt), len(prompt), NUM_TOKENS, sampling))
+        ends = self.tokenizer.eos_ids
+        engine.add(
+            EngineRequest("a", tuple(prompt), len(prompt), NUM_TOKENS, sampling, stop_ids=ends)
+        )
         ids = [id for output in engine.step() for id in output.token_ids]
         began = self._clock()
         while engine.has_work:
@@ -106,11 +109,12 @@ def compare(bench: Bench, kind: str, tasks: dict[str, tuple[str, str]], rounds: 
         b = statistics.median(run.seconds for run in drafted)
         plain_s, drafted_s = plain_s + a, drafted_s + b
         lines.append(
-            f"| {kind} | {name} | {NUM_TOKENS / a:.0f} | {NUM_TOKENS / b:.0f} | {a / b:.2f} "
-            f"| {plain[0].steps} | {drafted[0].steps} |"
+            f"| {kind} | {name} | {len(plain[0].ids)} | {len(plain[0].ids) / a:.0f} "
+            f"| {len(plain[0].ids) / b:.0f} | {a / b:.2f} | {plain[0].steps} "
+            f"| {drafted[0].steps} |"
         )
         print(lines[-1], flush=True)
-    lines.append(f"| {kind} | **all** | | | **{plain_s / drafted_s:.2f}** | | |")
+    lines.append(f"| {kind} | **all** | | | | **{plain_s / drafted_s:.2f}** | | |")
     print(lines[-1], flush=True)
     return lines
 
@@ -127,8 +131,8 @@ def main() -> None:
     bench = Bench(options.model, int(options.cpu_time), clock)
     bench.run(bench.prompt("Warm up.", ""), MAX_DRAFTS)
     lines = [
-        "| kind | task | tok/s plain | tok/s with drafts | ratio | steps plain | steps drafted |",
-        "|---|---|---|---|---|---|---|",
+        "| kind | task | tokens | tok/s plain | with drafts | ratio | steps plain | drafted |",
+        "|---|---|---|---|---|---|---|---|",
         *compare(bench, "copying", COPYING, options.rounds),
         *compare(bench, "free", FREE, options.rounds),
     ]
@@ -137,8 +141,9 @@ def main() -> None:
         title = (
             "# Speculation from the sequence's own text\n\n"
             f"`python -m llmd.benchmarks.speculation {options.model.name} --rounds "
-            f"{options.rounds}`: one stream, greedy, {NUM_TOKENS} tokens, medians, seconds from "
-            f"the first token on{kind}; {bench.runner.details['threads']} threads, kernels "
+            f"{options.rounds}`: one stream, greedy, to the end of the answer or {NUM_TOKENS} "
+            f"tokens, medians, seconds from the first token on{kind}; "
+            f"{bench.runner.details['threads']} threads, kernels "
             f"{bench.runner.details['kernels']}. The ids are equal in every run.\n\n"
         )
         options.out.write_text(title + "\n".join(lines) + "\n", encoding="utf-8")
