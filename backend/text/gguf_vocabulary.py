@@ -224,7 +224,7 @@ _BUILDERS: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:
-    return {token: token_id for token_id, token in enumerate(tokens)}
+    return dict(zip(tokens, range(len(tokens)), strict=True))
 
 
 def _respaced(token: str) -> str:
