@@ -27,7 +27,6 @@ collector need not see it (`gc=False`). Nothing here knows torch, asyncio or a f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -252,10 +251,22 @@ class Delta(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     id: str
     text: str = ""
     thinking: str = ""
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     token_ids: list[int] = []
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     finished: Finished | None = None
+
+
+def merged(first: Delta, second: Delta) -> Delta:
+    """Two deltas of one sequence, one after the other, as one."""
+    return msgspec.structs.replace(
+        second,
+        text=first.text + second.text,
+        thinking=first.thinking + second.thinking,
+        tool_calls=first.tool_calls + second.tool_calls,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+    )
 
 
 class Stats(Message, frozen=True):

@@ -132,9 +132,9 @@ class Stream:
             id=self.id,
             text="".join(pieces.text),
             thinking="".join(pieces.thinking),
-            tool_calls=pieces.tool_calls,
+            tool_calls=tuple(pieces.tool_calls),
             token_ids=ids,
-            logprobs=logprobs,
+            logprobs=tuple(logprobs),
             finished=finished,
         )
 

@@ -387,7 +387,7 @@ class Worker:
         if stop is None:
             return delta
         final = running.stream.stop(Finished("stop", stop, len(running.prompt.prompt_ids)))
-        return _joined(delta, final)
+        return protocol.merged(delta, final)
 
     @staticmethod
     def _at_once(running: Running) -> Finished:
@@ -466,7 +466,7 @@ class Worker:
         del self._running[output.id]
         figures = self._engine.cancel(output.id)
         finished = _finished("stop", running, figures, stop)
-        return [_joined(delta, running.stream.stop(finished))]
+        return [protocol.merged(delta, running.stream.stop(finished))]
 
     def _end_of_sequence(self, running: Running, output: SequenceOutput) -> list[Delta]:
         if output.finish_reason == "length" and self._shift(running):
@@ -589,16 +589,4 @@ def _finished(
         prefill_s=output.prefill_s if output else 0.0,
         decode_s=output.decode_s if output else 0.0,
         error=output.error if output and reason == "error" else "",
-    )
-
-
-def _joined(first: Delta, last: Delta) -> Delta:
-    return Delta(
-        id=last.id,
-        text=first.text + last.text,
-        thinking=first.thinking + last.thinking,
-        tool_calls=[*first.tool_calls, *last.tool_calls],
-        token_ids=[*first.token_ids, *last.token_ids],
-        logprobs=[*first.logprobs, *last.logprobs],
-        finished=last.finished,
     )

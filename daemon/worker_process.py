@@ -101,7 +101,7 @@ class _Mailbox:
         """For the reader, behind what is here already."""
         last = self._items[-1] if self._items else None
         if isinstance(item, Delta) and isinstance(last, Delta) and _can_merge(last, item):
-            self._items[-1] = merged(last, item)
+            self._items[-1] = protocol.merged(last, item)
         else:
             self._items.append(item)
         is_final = isinstance(item, Delta) and item.finished is not None
@@ -136,18 +136,6 @@ class _Mailbox:
 def _can_merge(first: Delta, second: Delta) -> bool:
     """Joined, they read the same: within a delta thinking comes before text, then calls."""
     return not first.tool_calls and not (first.text and second.thinking)
-
-
-def merged(first: Delta, second: Delta) -> Delta:
-    """Two deltas of one sequence as one."""
-    return msgspec.structs.replace(
-        second,
-        text=first.text + second.text,
-        thinking=first.thinking + second.thinking,
-        tool_calls=[*first.tool_calls, *second.tool_calls],
-        token_ids=[*first.token_ids, *second.token_ids],
-        logprobs=[*first.logprobs, *second.logprobs],
-    )
 
 
 class WorkerProcess:

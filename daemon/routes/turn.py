@@ -114,7 +114,7 @@ async def deltas_of(
     async with aclosing(generation.deltas(listener)) as deltas:
         async for delta in deltas:
             if delta.tool_calls and turn.one_call:
-                calls = [] if has_called else delta.tool_calls[:1]
+                calls = () if has_called else delta.tool_calls[:1]
                 has_called = True
                 delta = msgspec.structs.replace(delta, tool_calls=calls)
             yield delta

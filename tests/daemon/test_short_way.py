@@ -82,7 +82,7 @@ def test_each_way_counts_alike() -> None:
     call = ToolCall("call_1", "look", {})
     listener.count(Delta("g", thinking="hm", token_ids=[1, 2]), Moment().monotonic)
     listener.count(Delta("g", text="wörd", token_ids=[3]), Moment().monotonic)
-    listener.count(Delta("g", tool_calls=[call], token_ids=[]), Moment().monotonic)
+    listener.count(Delta("g", tool_calls=(call,), token_ids=[]), Moment().monotonic)
     assert not listener.take(Delta("g", text="not told"), Moment())
     counts = (listener.num_thinking, listener.num_text, listener.num_calls, listener.token_ids)
     assert counts == (2, 4, 1, [1, 2, 3])
