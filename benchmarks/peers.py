@@ -8,7 +8,8 @@
 `measure` sends each level of load to each running server in turn (1 stream to all of them, 4 to
 all of them, ...), so that what else happens on the machine happens to all. Everything lies in one
 folder (--cache; by default in the user's cache folder). All servers serve the weights of one GGUF:
-llama.cpp as Q4_0 and bf16 made of it, the others its dequantised tensors.
+llama.cpp that file itself (with four slots, as a model manager would) and as Q4_0 and bf16 made of
+it, the others its dequantised tensors.
 
 llmd runs in this interpreter's environment, each peer in its own.
 """
@@ -124,6 +125,7 @@ SERVERS = (
     Server("llmd", 18400, lambda cache, port: [*_LLMD, "serve"], environment=_llmd_environment),
     Server("llama.cpp Q4_0", 18401, _llama("Q4_0.gguf", 64)),
     Server("llama.cpp Q4_0, 4 slots", 18402, _llama("Q4_0.gguf", 4), most_streams=16),
+    Server("llama.cpp Q4_1, 4 slots", 18408, _llama("Q4_1.gguf", 4), most_streams=16),
     Server("llama.cpp bf16", 18403, _llama("BF16.gguf", 64)),
     Server("vLLM bf16", 18404, _vllm("hf", "bfloat16"), environment=_vllm_environment),
     Server("vLLM W8A8", 18405, _vllm("w8a8", "bfloat16"), environment=_vllm_environment),
@@ -221,6 +223,8 @@ def _set_up_weights(cache: Path, model: Path) -> None:
     folder = cache / "weights"
     folder.mkdir(parents=True, exist_ok=True)
     quantize = cache / "llama" / "build" / "bin" / "llama-quantize"
+    if not (folder / "Q4_1.gguf").exists():
+        (folder / "Q4_1.gguf").symlink_to(model)
     for name in ("Q4_0", "BF16"):
         if not (folder / f"{name}.gguf").exists():
             _do(quantize, "--allow-requantize", model, folder / f"{name}.gguf", name)

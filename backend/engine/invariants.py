@@ -18,6 +18,7 @@ state: I5, I11 to I14, I16 and I18 are watched in tests/backend/engine_watch.py.
     I17  steps and rows keep their limits, and a sequence is in one list
     I19  nobody is preempted more often than the rule allows
     I20  a windowed group holds all that the next token needs, and nothing older
+    I21  a block that may be copied in part holds the tokens that are said of it
 
 The numbers are those of issue 2. The costs are those of a test: all sequences, in pairs.
 """
@@ -210,6 +211,12 @@ def i20_a_windowed_group_holds_its_window(scheduler: Scheduler) -> None:
             assert behind >= needed - 1, f"I20: {sequence!r} holds what its window has passed"
 
 
+def i21_what_may_be_copied_is_what_its_key_says(scheduler: Scheduler) -> None:
+    for parent, followers in scheduler.tables.partial._followers.items():
+        for key, token_ids in followers.items():
+            assert key == block_key(parent, token_ids), "I21: a block is said to hold other tokens"
+
+
 def _live(scheduler: Scheduler) -> Iterator[Sequence]:
     yield from scheduler._waiting
     yield from scheduler._running
@@ -259,4 +266,5 @@ INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
     i17_limits_are_kept_and_a_sequence_is_in_one_list,
     i19_nobody_is_preempted_too_often,
     i20_a_windowed_group_holds_its_window,
+    i21_what_may_be_copied_is_what_its_key_says,
 )

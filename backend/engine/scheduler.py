@@ -24,6 +24,8 @@ a block that was never filled. A waiting sequence whose next block is being comp
 one waits a step and then shares it, instead of computing it a second time. The last block of two
 equal prompts is not full and cannot be shared: the second gets a copy as it starts, because it will
 write there at once (copy-on-write; Kwon et al., section 4.4). So `n` samples read a prompt once.
+Where a prompt leaves the known text within a block, it begins with a copy of that block too
+(partial_blocks).
 
 While others decode, a prompt's chunk is as long as the time they can bear (step_time); decoding
 sequences may try drafts (drafts) while the batch is small enough for extra rows to cost little.
@@ -386,8 +388,8 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        if twin is not None:
-            plan.copies += self.tables.copy_last(twin, sequence)
+        copies = self.tables.copy_last(twin, sequence) if twin is not None else []
+        plan.copies += copies or self.tables.copy_partial(sequence)
         if sequence.first_scheduled_at is None:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from .batch import BlockGroups
 from .block_pool import BlockPool, group_key
+from .partial_blocks import PartialBlocks
 from .sequence import Sequence, Span
 
 ENDLESS = 1 << 20  # spans; of a model all of whose layers have windows
@@ -36,6 +37,7 @@ class BlockTables:
         # two steps, one of which is planned ahead.
         self._max_windowed = self.num_spans(groups.window + 2 * max_chunk) + 1
         self.num_left_behind = 0  # blocks given back because the window had passed; only grows
+        self.partial = PartialBlocks()
 
     def __repr__(self) -> str:
         return f"<BlockTables {self.groups.num_groups} groups | {self.pool!r}>"
@@ -114,6 +116,38 @@ class BlockTables:
         sequence.set_progress(sequence.num_tokens - 1)
         return list(zip(twin.block_table[index], sequence.block_table[index], strict=True))
 
+    def copy_partial(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Begin the next span, of which nothing is computed, with a copy of a known block.
+
+        Returns what to copy: nothing if no block begins like it.
+        """
+        index = len(sequence.block_table)
+        start = index * self._size
+        if not self.groups.is_shareable or sequence.num_computed != start:
+            return []
+        # one token at least is left to compute
+        end = min(start + self._size, sequence.num_tokens - 1)
+        groups = range(self.groups.num_groups)
+        found = self.partial.best(
+            sequence.parent_key(index),
+            sequence.token_ids[start:end],
+            lambda key: self._find(key, groups) is not None,
+        )
+        source = self._find(found[0], groups) if found else None
+        if found is None or source is None or not self._can_hold(source):
+            return []
+        for block_id in source:  # or the copy's own block could be taken from there
+            self.pool.reuse(block_id)
+        self.extend(sequence, 1)
+        self.pool.release(source)
+        sequence.set_progress(start + found[1])
+        return list(zip(source, sequence.block_table[index], strict=True))
+
+    def _can_hold(self, span: Span) -> bool:
+        """One span more can be taken while this one is held."""
+        num_idle = sum(self.pool.is_idle(block_id) for block_id in span)
+        return self.groups.num_groups + num_idle <= self.pool.num_free
+
     # -------------------------------------------------------- publish, give back
 
     def publish(self, sequence: Sequence) -> None:
@@ -123,6 +157,9 @@ class BlockTables:
             key = sequence.block_keys[index]
             for group, block_id in enumerate(sequence.block_table[index]):
                 self.pool.publish(block_id, group_key(key, group))
+            begin = index * self._size
+            tokens = sequence.token_ids[begin : begin + self._size]
+            self.partial.add(sequence.parent_key(index), key, tokens)
         sequence.num_published = max(sequence.num_published, num_full)
         if self.groups.num_windowed:
             self._leave_behind(sequence)

@@ -273,6 +273,11 @@ def break_i20(scheduler: Scheduler) -> None:
     sequence.block_table[0] = ()
 
 
+def break_i21(scheduler: Scheduler) -> None:
+    """A block is said to hold what it does not."""
+    scheduler.tables.partial.add(b"parent", b"key", [1, 2, 3, 4])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -289,6 +294,7 @@ def break_i20(scheduler: Scheduler) -> None:
         break_i17,
         break_i19,
         break_i20,
+        break_i21,
     ],
 )
 def test_a_damaged_state_is_called_by_its_name(

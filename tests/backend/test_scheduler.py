@@ -99,14 +99,37 @@ def test_decodes_come_before_prompts_and_prompts_share_what_is_left() -> None:
     assert [chunk.num_tokens for chunk in runner.batches[-1].chunks] == [1, 1, 176]
 
 
-def test_the_second_of_two_equal_prompts_reuses_all_but_the_last_block() -> None:
-    engine, _, _ = make_engine()
-    prompt = list(range(12))  # three full blocks: the last must be computed again
+def test_the_second_of_two_equal_prompts_reuses_all_but_the_last_token() -> None:
+    engine, runner, _ = make_engine()
+    prompt = list(range(12))  # three full blocks: a copy of the last is written to
     engine.add(request("a", prompt, max_tokens=1))
     drain(engine)
     engine.add(request("b", prompt, max_tokens=1))
     (output,) = engine.step()
-    assert output.num_cached_tokens == 8
+    assert output.num_cached_tokens == 11
+    assert list(output.token_ids) == expected(prompt, 1)
+    assert len(runner.batches[-1].copies) == 1
+
+
+def test_a_prompt_that_leaves_the_known_text_within_a_block_begins_with_a_copy_of_it() -> None:
+    engine, runner, _ = make_engine()
+    engine.add(request("a", [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=4))
+    drain(engine)
+    other = [1, 2, 3, 4, 5, 6, 9, 9, 9]
+    engine.add(request("b", other, max_tokens=4))
+    outputs = engine.step()
+    assert outputs[0].num_cached_tokens == 6
+    assert runner.batches[-1].copies
+    assert [*outputs[0].token_ids, *drain(engine)["b"]] == expected(other, 4)
+
+
+def test_no_block_is_copied_where_the_last_free_one_is_its_own() -> None:
+    engine, runner, _ = make_engine(num_blocks=2)
+    engine.add(request("a", [1, 2, 3, 4, 5], max_tokens=2))
+    drain(engine)
+    engine.add(request("b", [1, 2, 3, 9, 9], max_tokens=2))
+    assert drain(engine)["b"] == expected([1, 2, 3, 9, 9], 2)
+    assert all(source != target for batch in runner.batches for source, target in batch.copies)
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
@@ -224,7 +247,7 @@ def test_counters_tell_prompt_cached_and_output_tokens_apart() -> None:
     engine.add(request("b", list(range(12)), max_tokens=5))
     engine.step()
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.cached_tokens, stats.output_tokens) == (16, 8, 6)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.output_tokens) == (13, 11, 6)
 
 
 def test_salts_do_not_share() -> None:
@@ -234,7 +257,7 @@ def test_salts_do_not_share() -> None:
     for id, salt in [("a", "x"), ("b", "x"), ("c", "y")]:
         engine.add(request(id, prompt, max_tokens=1, cache_salt=salt))
         cached.append(engine.step()[0].num_cached_tokens)
-    assert cached == [0, 8, 0]
+    assert cached == [0, 11, 0]
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
