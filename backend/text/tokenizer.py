@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -143,6 +143,19 @@ class Tokenizer:
     def to_json(self) -> str:
         """The whole tokenizer as a tokenizer.json."""
         return str(self._backend.to_str())
+
+    def twin(self) -> Callable[[str], list[int]]:
+        """`encode` for a thread that must not wait for another's long text; the vocabulary is the
+        same one in memory."""
+        added = self._backend.get_added_tokens_decoder()
+        twin = tokenizers.Tokenizer(self._backend.model)
+        twin.normalizer = self._backend.normalizer
+        twin.pre_tokenizer = self._backend.pre_tokenizer
+        twin.add_tokens([added[token_id] for token_id in sorted(added)])
+        twin.encode_special_tokens = True
+        if set(twin.get_added_tokens_decoder()) != set(added):  # ids with gaps can't be had again
+            return self.encode
+        return lambda text: list(twin.encode(text, add_special_tokens=False).ids)
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         with self._lock:

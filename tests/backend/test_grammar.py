@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 
 from llmd.backend.text.grammar import Format, GrammarCompiler, GrammarError, Matcher, allowed_ids
 from llmd.backend.text.tokenizer import Tokenizer
@@ -101,6 +102,28 @@ def test_a_vocabulary_with_byte_tokens_writes_what_fits_too() -> None:
         text, has_ended = RandomModel(tokenizer, seed).write(compiler.compile(schema).matcher())
         assert has_ended, (schema, text)
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_the_library_knows_the_bytes_of_each_token_and_which_are_no_text() -> None:
+    """Its own reading of the vocabulary is the oracle."""
+    ends = sorted(TOKENIZER.eos_ids)
+    wanted = LLTokenizer(TOKENIZER.to_json(), n_vocab=TOKENIZER.vocab_size, eos_token=ends)
+    found = COMPILER.compile("json").tokenizer
+    assert found.eos_tokens == wanted.eos_tokens and found.is_canonical == wanted.is_canonical
+    for token_id in range(TOKENIZER.vocab_size):
+        assert found.decode_bytes([token_id]) == wanted.decode_bytes([token_id])
+        assert found.is_special_token(token_id) == wanted.is_special_token(token_id)
+    for text in ("the tin", " the", '{"the": 1}', "naïve 👩\n\n"):
+        assert found.tokenize_str(text) == wanted.tokenize_str(text) == TOKENIZER.encode(text)
+
+
+def test_a_text_that_the_form_prescribes_is_written_in_the_models_own_tokens() -> None:
+    text = "o the hello<|im_end|> tin"
+    matcher = COMPILER.compile({"regex": re.escape(text)}).matcher()
+    for token_id in TOKENIZER.encode(text):
+        assert allowed_ids(matcher.mask_bytes(), TOKENIZER.vocab_size).tolist() == [token_id]
+        matcher.accept([token_id])
+    assert matcher.may_end
 
 
 @pytest.mark.parametrize(

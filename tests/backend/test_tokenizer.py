@@ -60,6 +60,13 @@ def test_text_comes_back_from_its_ids(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()], ids=["bpe", "spm"])
+def test_a_twin_encodes_alike(tokenizer: Tokenizer) -> None:
+    encode = tokenizer.twin()
+    for text in (*MULTILINGUAL, "<|im_end|> the <tool_call>", "<s>the</s>"):
+        assert encode(text) == tokenizer.encode(text)
+
+
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text() -> None:
     tokenizer = byte_level()
     text = "the 👩‍👩‍👧 naïve <|im_end|>"
