@@ -285,6 +285,7 @@ class _Reply:
     created_at: int = field(default_factory=lambda: int(time.time()))
     output: list[dict[str, Any]] = field(default_factory=list)
     open_item: dict[str, Any] | None = None
+    texts: list[str] = field(default_factory=list)  # of that
     num_events: int = 0
     pieces: PlainPieces = field(init=False)
 
@@ -349,6 +350,7 @@ class _Reply:
     async def _open(self, item: dict[str, Any]) -> None:
         await self._close("completed")
         self.open_item = item
+        self.texts = []
         await self._tell("response.output_item.added", output_index=len(self.output), item=item)
 
     async def _add_thinking(self, text: str) -> None:
@@ -356,7 +358,7 @@ class _Reply:
             await self._open({"id": _id("rs"), "type": "reasoning", "summary": []})
             assert self.open_item is not None
             self.open_item["summary"] = [{"type": "summary_text", "text": ""}]
-        self.open_item["summary"][0]["text"] += text
+        self.texts.append(text)
         await self._tell(
             "response.reasoning_summary_text.delta", **self._place, summary_index=0, delta=text
         )
@@ -381,13 +383,8 @@ class _Reply:
             fields = self._text_delta(OPEN)
             plain = {"type": TEXT_DELTA, "sequence_number": OPEN, **fields}
             self.pieces.open(frame_of(event_of(plain, TEXT_DELTA)))
-        self.keep_text(text)
+        self.texts.append(text)
         await self._tell(TEXT_DELTA, **self._text_delta(text))
-
-    def keep_text(self, text: str) -> None:
-        """The open message ends with it."""
-        assert self.open_item is not None
-        self.open_item["content"][0]["text"] += text
 
     async def _add_call(self, tool_call: ToolCall) -> None:
         arguments = json.dumps(tool_call.arguments, ensure_ascii=False)
@@ -414,13 +411,14 @@ class _Reply:
         self.pieces.close()
         place = self._place
         if item["type"] == "reasoning":
-            text = item["summary"][0]["text"]
+            text = item["summary"][0]["text"] = "".join(self.texts)
             item["encrypted_content"] = text
             await self._tell(
                 "response.reasoning_summary_text.done", **place, summary_index=0, text=text
             )
         elif item["type"] == "message":
             part = item["content"][0]
+            part["text"] = "".join(self.texts)
             await self._tell(
                 "response.output_text.done",
                 **place,
@@ -495,7 +493,7 @@ class _TextDeltas(PlainPieces):
         if not super().write(delta, came):
             return False
         self._reply.num_events += 1
-        self._reply.keep_text(delta.text)
+        self._reply.texts.append(delta.text)
         return True
 
     def piece(self, text: bytes, came: Moment) -> bytes:
