@@ -451,18 +451,16 @@ def measure(cache: Path, loadgen: Path, servers: list[Server], args: argparse.Na
 # --------------------------------------------------------------------------------------- table
 
 
+Level = dict[str, Any]  # what the load generator tells of one run
+Found = dict[tuple[str, int], dict[str, dict[int, Level]]]  # by workload and streams, server, run
+
+
 def table(cache: Path) -> str:
-    """Medians over the repetitions, per workload: output tokens/s, times to first token, memory."""
-    found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    labels = {str(server.port): server.label for server in SERVERS}
-    for path in sorted((cache / "results").glob("*.json")):
-        port, rest = path.stem.split("-", 1)
-        workload, streams, _ = rest.rsplit("-", 2)
-        (level,) = json.loads(path.read_text())["levels"]
-        found.setdefault((workload, int(streams), labels[port]), []).append(level)
+    """Medians over the repetitions, per workload, and what llmd is to its peers in each."""
+    found = _results(cache)
     lines = []
     for workload in REQUESTS:
-        rows = [key for key in found if key[0] == workload]
+        rows = sorted(streams for name, streams in found if name == workload)
         if not rows:
             continue
         heads = ("server", "streams", "tok/s, median (each)", "TTFT p50 ms", "ITL p50, p99 ms")
@@ -472,17 +470,58 @@ def table(cache: Path) -> str:
             f"| {' | '.join(heads)} | MiB | failed |",
             "|---" * 7 + "|",
         ]
-        for key in sorted(rows, key=lambda key: (key[1], -_speed(found[key]))):
-            lines.append(_line(key, found[key]))
+        for streams in rows:
+            servers = found[workload, streams]
+            for label in sorted(servers, key=lambda label: -_speed(servers[label].values())):
+                lines.append(_line(label, streams, list(servers[label].values())))
+        lines += ["", "| streams | llmd by the best of the others, each repetition | median |"]
+        lines += ["|---|---|---|"]
+        for streams in rows:
+            ratios = _ratios(workload, found[workload, streams])
+            if ratios:
+                each = " / ".join(f"{ratio:.2f} ({label})" for ratio, label in ratios)
+                median = statistics.median(ratio for ratio, _ in ratios)
+                lines.append(f"| {streams} | {each} | {median:.2f} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _speed(levels: list[dict[str, Any]]) -> float:
-    return statistics.median(level["output_tok_s"] for level in levels)
+def _results(cache: Path) -> Found:
+    labels = {str(server.port): server.label for server in SERVERS}
+    found: Found = {}
+    for path in sorted((cache / "results").glob("*.json")):
+        port, rest = path.stem.split("-", 1)
+        workload, streams, repetition = rest.rsplit("-", 2)
+        (level,) = json.loads(path.read_text())["levels"]
+        runs = found.setdefault((workload, int(streams)), {}).setdefault(labels[port], {})
+        runs[int(repetition)] = level
+    return found
 
 
-def _line(key: tuple[str, int, str], levels: list[dict[str, Any]]) -> str:
+def _ratios(workload: str, servers: dict[str, dict[int, Level]]) -> list[tuple[float, str]]:
+    """Of each repetition: llmd's speed by that of the fastest other server, and who that was."""
+
+    def speed(level: Level) -> float:
+        return float(1 / level["ttft_ms"]["p50"] if workload == "prefill" else _speed([level]))
+
+    ratios = []
+    for repetition, own in servers.get("llmd", {}).items():
+        others = {
+            label: speed(runs[repetition])
+            for label, runs in servers.items()
+            if label != "llmd" and repetition in runs
+        }
+        if others:
+            best = max(others, key=lambda label: others[label])
+            ratios.append((speed(own) / others[best], best))
+    return ratios
+
+
+def _speed(levels: Iterable[Level]) -> float:
+    return float(statistics.median(level["output_tok_s"] for level in levels))
+
+
+def _line(label: str, streams: int, levels: list[Level]) -> str:
     def median(*path: str) -> str:
         values = []
         for level in levels:
@@ -493,11 +532,11 @@ def _line(key: tuple[str, int, str], levels: list[dict[str, Any]]) -> str:
                 values.append(value)
         return f"{statistics.median(values):.0f}" if values else "-"
 
-    _, streams, label = key
-    each = " / ".join(f"{level['output_tok_s']:.0f}" for level in levels)
+    each = " / ".join(f"{level['output_tok_s']:.3g}" for level in levels)
     failed = sum(level["failed"] for level in levels)
     gaps = f"{median('itl_ms', 'p50')}, {median('itl_ms', 'p99')}"
-    cells = (label, streams, f"{_speed(levels):.0f} ({each})", median("ttft_ms", "p50"), gaps)
+    speed = f"{_speed(levels):.3g} ({each})"
+    cells = (label, streams, speed, median("ttft_ms", "p50"), gaps)
     memory = median("server_peak_mib")
     return f"| {' | '.join(str(cell) for cell in cells)} | {memory} | {failed} |"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import statistics
 import time
 from collections.abc import Iterator
@@ -53,9 +54,15 @@ async def first_token_s(
 
 
 async def questions(client: httpx.AsyncClient, model: str, start: int) -> list[float]:
-    """One after the other."""
-    texts = [f"What is {start + number} plus one?" for number in range(NUM_QUESTIONS)]
+    """One after the other; nothing of them is known but what stands before every question."""
+    texts = [unheard(start + number) for number in range(NUM_QUESTIONS)]
     return [await first_token_s(client, model, text, 8, "one") for text in texts]
+
+
+def unheard(seed: int) -> str:
+    """About eighty tokens: a question that a person types, with what it is about."""
+    rng = random.Random(seed)
+    return f"Which of these comes first? {' '.join(rng.choices(TOPICS, k=40))} {seed}"
 
 
 async def both(url: str, model: str) -> tuple[list[float], list[float], list[float]]:
