@@ -158,11 +158,14 @@ class _Functions:
         kinds = [_kind_of(argument.annotation) for argument in tree.args.args]
         returns = _kind_of(tree.returns)
         name = kernel.function.__name__
+        name = self.module.get_unique_name(name)
         function = ir.Function(self.module, ir.FunctionType(returns, kinds), name)
         function.linkage = "internal"
         if kernel.is_inline:
             function.attributes.add("alwaysinline")
-        _Body(self, function, kernel.function.__globals__, tree).translate()
+        outer = inspect.getclosurevars(kernel.function).nonlocals
+        scope = {**kernel.function.__globals__, **outer}
+        _Body(self, function, scope, tree).translate()
         return function
 
 

@@ -26,6 +26,8 @@ Flash-Decoding, Dao et al. 2023).
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import cpu_ir as vec
 from . import cpu_tiles
 from .cpu_attend import attend, merge
@@ -66,10 +68,6 @@ SPINS_BEFORE_YIELD = 4000
 
 # ------------------------------------------------------------------------------- matrix products
 
-tile4_1, tile4_2, tile4_4 = (cpu_tiles.tile_4bit(rows, 2) for rows in (1, 2, 4))
-tile8_1, tile8_2, tile8_4 = (cpu_tiles.tile_8bit(rows, 2) for rows in (1, 2, 4))
-strip4, strip8 = cpu_tiles.tile_4bit(1, 1), cpu_tiles.tile_8bit(1, 1)
-
 
 @inlined
 def add_bias(out: int, bias: int, num_outputs: int) -> None:
@@ -78,78 +76,55 @@ def add_bias(out: int, bias: int, num_outputs: int) -> None:
         vec.store_float(at, vec.load_float(at) + vec.load_float(bias + column * 4))
 
 
-@kernel
-def matmul4(item: int, op: Table, num_rows: int) -> None:
-    # op: x, scales, weights, inputs, outputs, out, bytes of an out row, bits, bias or 0
-    num_blocks, ldc = op[4] // 32, op[7]
-    ldx, lds = num_blocks * 64, num_blocks * 8
-    strip_bytes = num_blocks * cpu_tiles.BYTES_4BIT
-    first = item * MATMUL_STRIPS
-    last = min(first + MATMUL_STRIPS, op[5] // 8)
-    for panel in range(0, num_rows, ROW_PANEL):
-        end = min(panel + ROW_PANEL, num_rows)
-        for strip in range(first, last, 2):
-            w = op[3] + strip * strip_bytes
-            row = panel
-            while row < end:
-                x, s, c = op[1] + row * ldx, op[2] + row * lds, op[6] + row * ldc + strip * 32
-                if strip + 1 == last:
-                    strip4(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 1
-                elif end - row >= 4:
-                    tile4_4(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 4
-                elif end - row >= 2:
-                    tile4_2(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 2
-                else:
-                    tile4_1(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 1
-    if op[9]:
-        for row in range(num_rows):
-            out = op[6] + row * ldc + first * 32
-            add_bias(out, op[9] + first * 32, (last - first) * 8)
+def _matmul(one: Any, two: Any, four: Any, strip_alone: Any, block_bytes: int) -> Any:
+    """Rows times the strips of an item, by tiles of two strips and four, two or one rows."""
+
+    @kernel
+    def matmul(item: int, op: Table, num_rows: int) -> None:
+        # op: x, scales, weights, inputs, outputs, out, bytes of an out row, bits, bias or 0
+        num_blocks, ldc = op[4] // 32, op[7]
+        ldx, lds = num_blocks * 64, num_blocks * 8
+        strip_bytes = num_blocks * block_bytes
+        first = item * MATMUL_STRIPS
+        last = min(first + MATMUL_STRIPS, op[5] // 8)
+        for panel in range(0, num_rows, ROW_PANEL):
+            end = min(panel + ROW_PANEL, num_rows)
+            for strip in range(first, last, 2):
+                w = op[3] + strip * strip_bytes
+                row = panel
+                while row < end:
+                    x, s, c = op[1] + row * ldx, op[2] + row * lds, op[6] + row * ldc + strip * 32
+                    if strip + 1 == last:
+                        strip_alone(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
+                        row += 1
+                    elif end - row >= 4:
+                        four(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
+                        row += 4
+                    elif end - row >= 2:
+                        two(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
+                        row += 2
+                    else:
+                        one(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
+                        row += 1
+        if op[9]:
+            for row in range(num_rows):
+                out = op[6] + row * ldc + first * 32
+                add_bias(out, op[9] + first * 32, (last - first) * 8)
+
+    return matmul
 
 
-@kernel
-def matmul8(item: int, op: Table, num_rows: int) -> None:
-    # as matmul4
-    num_blocks, ldc = op[4] // 32, op[7]
-    ldx, lds = num_blocks * 64, num_blocks * 8
-    strip_bytes = num_blocks * cpu_tiles.BYTES_8BIT
-    first = item * MATMUL_STRIPS
-    last = min(first + MATMUL_STRIPS, op[5] // 8)
-    for panel in range(0, num_rows, ROW_PANEL):
-        end = min(panel + ROW_PANEL, num_rows)
-        for strip in range(first, last, 2):
-            w = op[3] + strip * strip_bytes
-            row = panel
-            while row < end:
-                x, s, c = op[1] + row * ldx, op[2] + row * lds, op[6] + row * ldc + strip * 32
-                if strip + 1 == last:
-                    strip8(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 1
-                elif end - row >= 4:
-                    tile8_4(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 4
-                elif end - row >= 2:
-                    tile8_2(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 2
-                else:
-                    tile8_1(x, ldx, s, lds, w, strip_bytes, c, ldc, num_blocks)
-                    row += 1
-    if op[9]:
-        for row in range(num_rows):
-            out = op[6] + row * ldc + first * 32
-            add_bias(out, op[9] + first * 32, (last - first) * 8)
-
+tiles4 = [cpu_tiles.tile_4bit(rows, 2) for rows in (1, 2, 4)]
+tiles8 = [cpu_tiles.tile_8bit(rows, 2) for rows in (1, 2, 4)]
+matmul4 = _matmul(*tiles4, cpu_tiles.tile_4bit(1, 1), cpu_tiles.BYTES_4BIT)
+matmul8 = _matmul(*tiles8, cpu_tiles.tile_8bit(1, 1), cpu_tiles.BYTES_8BIT)
 
 narrow3, narrow2, narrow1 = (vec.float_tile(n, True, False) for n in (3, 2, 1))
 
 
 @kernel
 def matmul16(item: int, op: Table, num_rows: int) -> None:
-    # as matmul4; rows are float32, weights bfloat16 of [outputs / 32][inputs][32]
+    # as the others; rows are float32, weights bfloat16 of [outputs / 32][inputs][32]
     inputs, ldc = op[4], op[7]
     w = op[3] + item * inputs * 64
     row = 0

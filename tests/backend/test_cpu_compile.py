@@ -90,6 +90,17 @@ def test_a_table_is_read_where_it_lies() -> None:
     assert [call(values.ctypes.data, 5, limit) for limit in (0, 3, 4, 5)] == [0, 2, 4, -1]
 
 
+def made_with(step: int) -> Callable[..., Any]:
+    def stepped(value: int) -> int:
+        return value + step
+
+    return stepped
+
+
+def test_a_kernel_sees_what_its_maker_was_given() -> None:
+    assert [compiled(made_with(step), 1)(10) for step in (1, 5)] == [11, 15]
+
+
 @pytest.mark.parametrize("function", [slices, mixed])
 def test_what_a_kernel_cannot_say_is_refused_with_its_line(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=rf"{function.__name__}, line \d"):
