@@ -365,6 +365,8 @@ class Scheduler:
             if not candidates:
                 return
             sequence = min(candidates, key=lambda seq: _turn(seq, held))
+            if client is None and self._must_wait(sequence):
+                return
             hits = self.tables.find_prefix(sequence)
             twin = self._twin(sequence)
             is_ready = twin is None or twin.num_computed >= sequence.num_tokens - 1
@@ -375,6 +377,12 @@ class Scheduler:
                 return  # first come, first served: nobody overtakes for being small
             held[sequence.request.client] += 1
             computing.update(sequence.block_keys[len(hits) :])
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """So many run that one more makes all of them slower, and none is less important."""
+        return self._step_time.is_full(len(self._running)) and any(
+            sequence.request.priority >= other.request.priority for other in self._running
+        )
 
     def _admit(
         self, sequence: Sequence, hits: list[Span], twin: Sequence | None, plan: Plan

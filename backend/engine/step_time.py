@@ -8,6 +8,10 @@ known to take `decode_s`, and a prompt token known to add `token_s`, a chunk of
 makes the gap `ratio` times what the streams are used to, and no more. At a ratio of 2 the prompt
 gets half of each step: it takes at most twice as long as it would alone.
 
+Where many decode, a step of a CPU is as long as there are rows in it: at two hundred a token comes
+twice a second, no more of them in all than with sixty, and who asks waits for a whole step. So from
+LONGEST_STEP_S on nobody else is let in (`is_full`), unless that is what one sequence takes too.
+
 A draft's row is verified beside the token it may follow, and adds a time of its own: `draft_cost`
 tells it as a share of what a token takes without drafts.
 
@@ -22,13 +26,26 @@ by what decoders can bear is Sarathi-Serve's (Agrawal et al., OSDI 2024, section
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 SMOOTHING = 0.2  # weight of the newest step: ten steps forget the past
 STALE_STEPS = 24  # beside a prompt: then decoding is measured alone again,
 STALE_SMOOTHING = 0.6  # ... and what was known before weighs less
+NEW_STEPS = 4  # ... the same where so many sequences were never measured alone
 MAX_OUTLIER = 4.0  # a pause of the machine counts as no more than this many usual steps
 MIN_CHUNK = 4  # tokens: one tile of the CPU kernels, which computes fewer no faster
-FIRST_CHUNK = 64  # tokens, before the cost of a prompt token is known
+FIRST_CHUNK = 64  # tokens, while the cost of a prompt token is not known
+FIRST_CROWD = 32  # sequences, while no step of decodes alone was seen
+LONGEST_STEP_S = 0.15  # of decodes: a step of more sequences keeps everybody waiting
+MOST_SLOWDOWN = 4.0  # ... of the shortest step seen: up to it, more at once are nearly free
 FIRST_DRAFT_COST = 0.2  # of a step of one row, before it is known
+
+
+class _Measured(NamedTuple):
+    """Steps of decodes alone, smoothed: of how many sequences, and how long."""
+
+    sequences: float
+    seconds: float
 
 
 class StepTime:
@@ -36,13 +53,18 @@ class StepTime:
 
     def __init__(self) -> None:
         # The mutable state. Keys are bit lengths: 1, 2-3, 4-7, ... decoding sequences.
-        self._decode_s: dict[int, float] = {}
-        self._token_s: float | None = None
+        self._decodes: dict[int, _Measured] = {}
+        # Of steps with prompts: what they took beyond decoding, and their tokens. Smoothed apart,
+        # so that a step of few tokens, whose share is mostly noise, weighs little.
+        self._prompt_s: float | None = None
+        self._prompt_tokens = 0.0
         self._draft_s: float | None = None
         self._num_mixed = 0  # steps with decodes and prompts since one of decodes alone
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{1 << key - 1}+: {s * 1e3:.1f} ms" for key, s in self._decode_s.items())
+        steps = ", ".join(
+            f"{step.sequences:.0f}: {step.seconds * 1e3:.1f} ms" for step in self._decodes.values()
+        )
         token = "?" if self._token_s is None else f"{self._token_s * 1e6:.0f} us"
         return f"<StepTime decode {{{steps}}}, prompt token {token}>"
 
@@ -57,25 +79,56 @@ class StepTime:
                 self._draft_s = _smooth(self._draft_s, draft_s)
         elif num_prompt_tokens == 0:
             key = num_decodes.bit_length()
-            weight = STALE_SMOOTHING if self._is_stale else SMOOTHING
-            self._decode_s[key] = _smooth(self._decode_s.get(key), duration_s, weight)
+            weight = STALE_SMOOTHING if self._num_mixed >= STALE_STEPS else SMOOTHING
+            old = self._decodes.get(key)
+            self._decodes[key] = _Measured(
+                _smooth(old and old.sequences, num_decodes, weight),
+                _smooth(old and old.seconds, duration_s, weight),
+            )
             self._num_mixed = 0
         else:
             self._num_mixed += bool(num_decodes)
-            decode_s = self.decode_s(num_decodes) or 0.0
-            token_s = max(duration_s - decode_s, 0.0) / num_prompt_tokens
-            self._token_s = _smooth(self._token_s, token_s)
+            beyond_s = duration_s - (self.decode_s(num_decodes) or 0.0)
+            if self._prompt_s is None:
+                self._prompt_s, self._prompt_tokens = max(beyond_s, 0.0), num_prompt_tokens
+                return
+            most_s = MAX_OUTLIER * (self._token_s or beyond_s) * num_prompt_tokens
+            self._prompt_s += SMOOTHING * (min(beyond_s, most_s) - self._prompt_s)
+            self._prompt_tokens += SMOOTHING * (num_prompt_tokens - self._prompt_tokens)
 
     @property
-    def _is_stale(self) -> bool:
-        return self._num_mixed >= STALE_STEPS
+    def _token_s(self) -> float | None:
+        if self._prompt_s is None:
+            return None
+        return max(self._prompt_s, 0.0) / self._prompt_tokens
+
+    def _is_stale(self, num_decodes: int) -> bool:
+        is_new = num_decodes.bit_length() not in self._decodes
+        return self._num_mixed >= (NEW_STEPS if is_new else STALE_STEPS)
 
     def decode_s(self, num_decodes: int) -> float | None:
-        """What a step of so many decodes takes, or one of the nearest size that was seen."""
-        if not num_decodes or not self._decode_s:
+        """What a step of so many decodes takes: between the sizes that were seen on a straight
+        line, beyond them as the last one."""
+        if not num_decodes or not self._decodes:
             return None
-        key = num_decodes.bit_length()
-        return self._decode_s[min(self._decode_s, key=lambda seen: (abs(seen - key), seen))]
+        seen = sorted((step.sequences, step.seconds) for step in self._decodes.values())
+        below = [step for step in seen if step[0] <= num_decodes] or seen[:1]
+        above = [step for step in seen if step[0] >= num_decodes] or seen[-1:]
+        (low, low_s), (high, high_s) = below[-1], above[0]
+        if high <= low:
+            return high_s
+        return low_s + (high_s - low_s) * (num_decodes - low) / (high - low)
+
+    def is_full(self, num_decodes: int) -> bool:
+        """One sequence more would lengthen every step, and bring next to nothing in exchange."""
+        decode_s = self.decode_s(num_decodes)
+        if decode_s is None:
+            return num_decodes >= FIRST_CROWD
+        shortest_s = min(step.seconds for step in self._decodes.values())
+        most = max(step.sequences for step in self._decodes.values())
+        # of more than were seen: as if each took its own time, until it is known better
+        decode_s *= max(num_decodes / most, 1.0)
+        return decode_s > max(LONGEST_STEP_S, MOST_SLOWDOWN * shortest_s)
 
     def draft_cost(self, num_decodes: int) -> float:
         """What a draft's row adds to a step of so many decodes, in the time of one token of it."""
@@ -89,15 +142,13 @@ class StepTime:
 
         0 now and then, so that decoding is measured alone.
         """
+        if num_decodes and self._is_stale(num_decodes):
+            return 0
         decode_s = self.decode_s(num_decodes)
         if decode_s is None:
             return None
-        if self._is_stale:
-            return 0
-        if self._token_s is None:
+        if not self._token_s:
             return FIRST_CHUNK
-        if self._token_s <= 0.0:
-            return None
         return max(int((ratio - 1.0) * decode_s / self._token_s), MIN_CHUNK)
 
 

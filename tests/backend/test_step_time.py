@@ -11,7 +11,9 @@ from llmd.backend.engine.engine import Engine
 from llmd.backend.engine.scheduler import Scheduler, SchedulerConfig
 from llmd.backend.engine.step_time import (
     FIRST_CHUNK,
+    FIRST_CROWD,
     FIRST_DRAFT_COST,
+    LONGEST_STEP_S,
     MIN_CHUNK,
     STALE_STEPS,
     StepTime,
@@ -26,9 +28,10 @@ BASE_S, ROW_S, PROMPT_S = 0.010, 0.0005, 0.001  # of the machine below
 class TimedMachine(FakeRunner):
     """A fake runner whose steps take time: a base, more per decode, most per prompt token."""
 
-    def __init__(self, num_blocks: int, block_size: int, seed: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, seed: int, row_s: float = ROW_S) -> None:
         super().__init__(num_blocks, block_size)
         self.now = 0.0
+        self._row_s = row_s
         self._noise = random.Random(seed)
 
     def clock(self) -> float:
@@ -36,7 +39,7 @@ class TimedMachine(FakeRunner):
 
     def execute(self, batch: Batch) -> StepResult:
         decodes = sum(chunk.samples and chunk.num_tokens == 1 for chunk in batch.chunks)
-        seconds = BASE_S + ROW_S * decodes + PROMPT_S * (batch.num_tokens - decodes)
+        seconds = BASE_S + self._row_s * decodes + PROMPT_S * (batch.num_tokens - decodes)
         self.now += seconds * self._noise.uniform(0.9, 1.1)
         return super().execute(batch)
 
@@ -111,6 +114,58 @@ def test_decoding_is_measured_alone_again_while_a_long_prompt_is_read() -> None:
     tokens = model.max_prompt_tokens(8, 2.0)
     assert tokens is not None
     assert tokens > 6 * starved
+
+
+def test_steps_are_as_long_as_people_bear_and_no_more_are_let_in() -> None:
+    model = StepTime()
+    assert not model.is_full(FIRST_CROWD - 1), "nothing is known"
+    assert model.is_full(FIRST_CROWD)
+    for _ in range(50):
+        model.observe(1, 0, 0.010)
+        model.observe(40, 0, 0.090)
+        model.observe(200, 0, 0.400)
+    assert [model.is_full(count) for count in (1, 40, 60, 100, 200)] == [False] * 3 + [True] * 2
+
+
+def test_a_model_that_takes_long_for_one_token_still_runs_many_at_once() -> None:
+    model = StepTime()
+    for _ in range(50):
+        model.observe(1, 0, 0.500)
+        model.observe(16, 0, 0.900)
+    assert not model.is_full(16)
+    assert model.is_full(16 * 3), "twice as long as four times the shortest, for all that is known"
+
+
+SLOW_ROW_S = 0.004  # so that LONGEST_STEP_S is reached at 35
+
+
+def beside_a_crowd(client: str, priority: int = 0) -> tuple[int, bool]:
+    """How many of a crowd run at once on a machine of long steps, and whether one who comes then is
+    served at once."""
+    machine = TimedMachine(1024, 16, seed=3, row_s=SLOW_ROW_S)
+    engine = Engine(Scheduler(SchedulerConfig(1024, 16)), machine, machine.clock)
+    engine.add(request("first", [1] * 8, max_tokens=8))
+    while engine.has_work:
+        engine.step()
+    for index in range(100):
+        engine.add(request(f"c{index}", [index] * 8, max_tokens=400, client="crowd"))
+    for _ in range(120):
+        engine.step()
+    most = engine.stats().running
+    engine.add(request("one", [5] * 8, max_tokens=2, client=client, priority=priority))
+    ids = [output.id for _ in range(5) for output in engine.step()]
+    return most, "one" in ids
+
+
+def test_a_crowd_runs_as_many_at_once_as_pay_and_a_guest_is_let_in_nevertheless() -> None:
+    most, is_served = beside_a_crowd("guest")
+    assert LONGEST_STEP_S < BASE_S + most * SLOW_ROW_S < 1.5 * LONGEST_STEP_S
+    assert is_served
+
+
+def test_where_it_is_full_only_who_is_more_important_is_let_in() -> None:
+    assert not beside_a_crowd("crowd")[1]
+    assert beside_a_crowd("crowd", priority=-1)[1]
 
 
 def test_a_pause_of_the_machine_is_no_new_normal() -> None:
