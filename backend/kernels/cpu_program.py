@@ -26,12 +26,13 @@ Flash-Decoding, Dao et al. 2023).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from . import cpu_ir as vec
 from . import cpu_tiles
 from .cpu_attend import attend, merge
-from .cpu_compile import Table, inlined, kernel
+from .cpu_compile import Intrinsic, Table, inlined, kernel
 from .cpu_rows import best, cap, embed, gate, norm, quantize, rope, thin
 from .cpu_step import (
     ARRIVALS,
@@ -76,8 +77,9 @@ def add_bias(out: int, bias: int, num_outputs: int) -> None:
         vec.store_float(at, vec.load_float(at) + vec.load_float(bias + column * 4))
 
 
-def _matmul(one: Any, two: Any, four: Any, strip_alone: Any, block_bytes: int) -> Any:
-    """Rows times the strips of an item, by tiles of two strips and four, two or one rows."""
+def _matmul(tiles: Sequence[Intrinsic], strip_alone: Intrinsic, block_bytes: int) -> Any:
+    """Rows times the strips of an item, by tiles of two strips and one, two or four rows."""
+    one, two, four = tiles
 
     @kernel
     def matmul(item: int, op: Table, num_rows: int) -> None:
@@ -116,8 +118,8 @@ def _matmul(one: Any, two: Any, four: Any, strip_alone: Any, block_bytes: int) -
 
 tiles4 = [cpu_tiles.tile_4bit(rows, 2) for rows in (1, 2, 4)]
 tiles8 = [cpu_tiles.tile_8bit(rows, 2) for rows in (1, 2, 4)]
-matmul4 = _matmul(*tiles4, cpu_tiles.tile_4bit(1, 1), cpu_tiles.BYTES_4BIT)
-matmul8 = _matmul(*tiles8, cpu_tiles.tile_8bit(1, 1), cpu_tiles.BYTES_8BIT)
+matmul4 = _matmul(tiles4, cpu_tiles.tile_4bit(1, 1), cpu_tiles.BYTES_4BIT)
+matmul8 = _matmul(tiles8, cpu_tiles.tile_8bit(1, 1), cpu_tiles.BYTES_8BIT)
 
 narrow3, narrow2, narrow1 = (vec.float_tile(n, True, False) for n in (3, 2, 1))
 
