@@ -31,6 +31,7 @@ While others decode, a prompt's chunk is as long as the time they can bear (step
 sequences may try drafts (drafts) while the batch is small enough for extra rows to cost little.
 The prompt of a client who has next to nothing in hand is read in steps of its own, every second
 step at most, while another client's crowd decodes: who asks once does not wait for two hundred.
+Of a crowd as many run at once as pay (step_time.is_full).
 
 Owner: the Engine, on the engine thread. Time comes in as `now`, in seconds.
 """
