@@ -44,7 +44,11 @@ class PartialBlocks:
         followers.move_to_end(key)
         if len(followers) > MOST_FOLLOWERS:
             followers.popitem(last=False)
-        if len(self._followers) > MOST_PARENTS:
+        self.trim(MOST_PARENTS)
+
+    def trim(self, most: int) -> None:
+        """Keep no more parents than this: a pool of few blocks has as few that can be copied."""
+        while len(self._followers) > most:
             self._followers.popitem(last=False)
 
     def best(

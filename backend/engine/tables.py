@@ -160,6 +160,7 @@ class BlockTables:
             begin = index * self._size
             tokens = sequence.token_ids[begin : begin + self._size]
             self.partial.add(sequence.parent_key(index), key, tokens)
+            self.partial.trim(self.pool.num_ids)
         sequence.num_published = max(sequence.num_published, num_full)
         if self.groups.num_windowed:
             self._leave_behind(sequence)

@@ -44,3 +44,12 @@ def test_it_remembers_no_more_than_it_promises() -> None:
     for index in range(MOST_PARENTS):
         partial.add(index.to_bytes(4, "big"), b"k", [1, 2, 3, 4])
     assert partial.best(PARENT, [1, 2, 3, 4], known) is None
+
+
+def test_it_is_told_to_keep_as_few_as_the_pool_has() -> None:
+    partial = PartialBlocks()
+    for index in range(10):
+        partial.add(bytes([index]), b"k", [1, 2, 3, 4])
+    partial.trim(3)
+    kept = [index for index in range(10) if partial.best(bytes([index]), [1, 2, 3, 4], known)]
+    assert kept == [7, 8, 9]
