@@ -36,7 +36,7 @@ MAX_OUTLIER = 4.0  # a pause of the machine counts as no more than this many usu
 MIN_CHUNK = 4  # tokens: one tile of the CPU kernels, which computes fewer no faster
 FIRST_CHUNK = 64  # tokens, while the cost of a prompt token is not known
 FIRST_CROWD = 32  # sequences, while no step of decodes alone was seen
-LONGEST_STEP_S = 0.15  # of decodes: a step of more sequences keeps everybody waiting
+LONGEST_STEP_S = 0.1  # of decodes: a step of more sequences keeps everybody waiting
 MOST_SLOWDOWN = 4.0  # ... of the shortest step seen: up to it, more at once are nearly free
 FIRST_DRAFT_COST = 0.2  # of a step of one row, before it is known
 
