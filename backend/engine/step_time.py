@@ -74,6 +74,8 @@ class StepTime:
         """A step took this long. One of both prompts and drafts teaches nothing."""
         if num_drafts:
             decode_s = self.decode_s(num_decodes)
+            if num_prompt_tokens == 0:
+                self._num_mixed = 0  # nobody waits for a step without drafts: it may not come
             if decode_s is not None and num_prompt_tokens == 0:
                 draft_s = max(duration_s - decode_s, 0.0) / num_drafts
                 self._draft_s = _smooth(self._draft_s, draft_s)

@@ -116,6 +116,16 @@ def test_decoding_is_measured_alone_again_while_a_long_prompt_is_read() -> None:
     assert tokens > 6 * starved
 
 
+def test_streams_that_draft_in_every_step_do_not_keep_a_prompt_out() -> None:
+    model = StepTime()
+    model.observe(1, 0, 0.010)
+    for _ in range(STALE_STEPS):
+        model.observe(1, 10, 0.020)
+    assert model.max_prompt_tokens(1, 2.0) == 0
+    model.observe(1, 0, 0.030, num_drafts=8)
+    assert model.max_prompt_tokens(1, 2.0) != 0
+
+
 def test_steps_are_as_long_as_people_bear_and_no_more_are_let_in() -> None:
     model = StepTime()
     assert not model.is_full(FIRST_CROWD - 1), "nothing is known"
