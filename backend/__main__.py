@@ -26,8 +26,10 @@ def main() -> int:
     # Not sys.stdin: the interpreter closes that at its end, while the reader still waits in it.
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from .worker import serve  # torch comes with it, hence after the move
+    from .deferred import NOT_FOR_INFERENCE, deferred
 
+    with deferred(NOT_FOR_INFERENCE):
+        from .worker import serve  # torch comes with it, hence after the move
     return serve(requests, messages)
 
 

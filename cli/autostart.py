@@ -24,6 +24,7 @@ from pathlib import Path
 from .address import Address, is_on
 from .client import ApiError, Client, Unreachable
 from .render import Spinner
+from .serve import daemon_command
 
 START_TIMEOUT_S = 60.0  # a cold disk reads Python's packages for a while
 POLL_S = 0.05
@@ -85,11 +86,6 @@ def log_path() -> Path:
     from platformdirs import user_log_path
 
     return user_log_path("llmd", appauthor=False) / "daemon.log"
-
-
-def daemon_command() -> list[str]:
-    """-P: a folder named llmd in the current directory must not be taken for the package."""
-    return [sys.executable, "-P", "-m", "llmd.daemon"]
 
 
 def _start(client: Client, log: Path) -> None:

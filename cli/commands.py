@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from datetime import datetime
 from typing import Annotated
@@ -12,10 +10,11 @@ from typing import Annotated
 import typer
 
 from .address import read_address
-from .autostart import client_of, connect, daemon_command
+from .autostart import client_of, connect
 from .client import ApiError, Client, Unreachable
 from .errors import CommandFailed
 from .render import Spinner
+from .serve import become_daemon
 
 _STOP_POLL_S = 0.1
 _STOP_PROBE_S = 2.0
@@ -70,10 +69,7 @@ def help_page(
 @app.command()
 def serve() -> None:
     """Run the daemon in the foreground. It starts by itself when a command needs it."""
-    sys.stdout.flush()
-    if os.name == "posix":
-        os.execv(sys.executable, daemon_command())  # signals then reach the daemon itself
-    raise typer.Exit(subprocess.call(daemon_command()))
+    raise typer.Exit(become_daemon())
 
 
 app.command("start", hidden=True)(serve)

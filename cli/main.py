@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from .address import read_address
-from .client import ApiError, Client, Unreachable
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl+C ended
 _VERSION_PROBE_S = 1.0
@@ -28,9 +26,14 @@ def run_command(arguments: Sequence[str]) -> int:
     if list(arguments) in (["--version"], ["-v"]):  # typer alone takes half of the time it may take
         print_version()
         return 0
+    if list(arguments) in (["serve"], ["start"]):  # likewise
+        from .serve import become_daemon
+
+        return become_daemon()
     import typer
 
     from .autostart import StartFailed
+    from .client import ApiError, Unreachable
     from .commands import app
     from .errors import CommandFailed
 
@@ -61,6 +64,9 @@ def with_think_value(arguments: Sequence[str]) -> list[str]:
 
 def print_version() -> None:
     """The daemon's version, and the client's if it is another one. Starts nothing."""
+    from .address import read_address
+    from .client import ApiError, Client, Unreachable
+
     client = Client(read_address(os.environ))
     try:
         answer = client.get("/api/version", _VERSION_PROBE_S)

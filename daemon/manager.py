@@ -74,7 +74,8 @@ from .replicas import (
 from .running import RunningRequest, RunningRequests
 from .settings import Settings
 from .snapshots import HistoryEntry, LoadedModel, LoadingModel, snapshot_of
-from .worker_process import Progress, State, WorkerProcess, worker_command
+from .spare_worker import SpareWorker, worker_command
+from .worker_process import Progress, State, WorkerProcess
 
 log = logging.getLogger("llmd.manager")
 
@@ -94,12 +95,14 @@ class ModelManager:
         spawn: Spawn | None = None,
         clock: Callable[[], float] = time.monotonic,
         inventory: Inventory | None = None,
+        spare: SpareWorker | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
         self._spawn = spawn or self._spawn_worker
         self._clock = clock
         self._inventory = inventory or Inventory(settings.devices)
+        self._spare = spare or SpareWorker()
         # All the mutable state.
         self._entries: dict[str, Entry] = {}
         self._keep_alive = KeepAlive(settings.keep_alive_s)
@@ -380,7 +383,7 @@ class ModelManager:
 
     def _verdict(self, entry: Entry) -> Verdict:
         """Whether the entry fits now, as far as that can be told. Idle prefixes give way."""
-        found = self._inventory.probe()
+        found = self._free_for_a_load()
         others = [
             other for other in self._entries.values() if other is not entry and other.has_room
         ]
@@ -411,6 +414,16 @@ class ModelManager:
             self._settings_wish(entry.wish),
         )
 
+    def _free_for_a_load(self) -> tuple[Device, ...]:
+        """The devices. What the spare worker holds is free for the load that takes it over."""
+        spare_bytes = self._spare.private_bytes
+        return tuple(
+            device
+            if device.is_gpu or not spare_bytes
+            else dataclasses.replace(device, free_bytes=device.free_bytes + spare_bytes)
+            for device in self._inventory.probe()
+        )
+
     def _settings_wish(self, wish: Wish) -> Wish:
         """With what holds for all loads."""
         return dataclasses.replace(
@@ -435,7 +448,8 @@ class ModelManager:
 
     async def _spawn_worker(self, load: Load, on_loading: Progress | None) -> WorkerProcess:
         command = self._settings.worker_command or worker_command()
-        return await WorkerProcess.start(load, command, on_loading, self._settings.load_timeout_s)
+        timeout_s, spare = self._settings.load_timeout_s, self._spare.take()
+        return await WorkerProcess.start(load, command, on_loading, timeout_s, spare=spare)
 
     def _estimate(self, manifest: Manifest) -> int:
         """What a load has to find: what it took the last time and some KV, or a guess."""

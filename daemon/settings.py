@@ -28,7 +28,7 @@ PREFIXES = ("LLMD_", "OLLAMA_")
 _OWN_ALONE = frozenset(
     {
         *("API_KEY", "HOSTS", "WORKER_COMMAND", "REGISTRY", "REGISTRY_KEY", "ALIASES"),
-        *("DEVICES", "REQUIRE_GPU", "REPLICAS"),
+        *("DEVICES", "REQUIRE_GPU", "REPLICAS", "SPARE_WORKER"),
     }
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -62,6 +62,9 @@ class Settings:
     dtype: str = "auto"
     num_threads: int = 0  # of one worker; 0: the physical cores
     drain_s: float = 5.0  # how long running answers may go on at shutdown
+    # How long a worker without a model waits for the first load; 0: none is started. Whoever starts
+    # a daemon to ask something asks soon, and the memory is not held for someone who does not.
+    spare_worker_s: float = 60.0
     worker_command: tuple[str, ...] = ()  # what starts a worker; empty: this interpreter's own
     origins: tuple[str, ...] = ()  # browser origins besides the built-in ones
     hosts: tuple[str, ...] = ()  # names in the Host header besides the machine's own
@@ -94,7 +97,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         port=port,
         models=reader.get("MODELS", lambda text: Path(text).expanduser(), defaults.models),
         keep_alive_s=reader.get("KEEP_ALIVE", _keep_alive, defaults.keep_alive_s),
-        load_timeout_s=reader.get("LOAD_TIMEOUT", _load_timeout, defaults.load_timeout_s),
+        load_timeout_s=reader.get("LOAD_TIMEOUT", _length_of_time, defaults.load_timeout_s),
         replicas=reader.get("REPLICAS", _one_or_more, 1),
         max_loaded_models=reader.get("MAX_LOADED_MODELS", _natural, 0),
         max_queue=reader.get("MAX_QUEUE", _natural, defaults.max_queue),
@@ -107,7 +110,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         devices=reader.get("DEVICES", _existing_file, None),
         dtype=reader.get("DTYPE", _dtype, defaults.dtype),
         num_threads=reader.get("NUM_THREADS", _natural, 0),
-        drain_s=reader.get("DRAIN", _load_timeout, defaults.drain_s),
+        drain_s=reader.get("DRAIN", _length_of_time, defaults.drain_s),
+        spare_worker_s=reader.get("SPARE_WORKER", _length_of_time, defaults.spare_worker_s),
         worker_command=reader.get("WORKER_COMMAND", _command, ()),
         origins=reader.get("ORIGINS", _list, ()),
         hosts=reader.get("HOSTS", _list, ()),
@@ -226,7 +230,8 @@ def _keep_alive(text: str) -> float:
     return math.inf if seconds < 0 else seconds
 
 
-def _load_timeout(text: str) -> float:
+def _length_of_time(text: str) -> float:
+    """Negative is none at all."""
     return max(_seconds(text), 0.0)
 
 

@@ -27,7 +27,7 @@ import itertools
 import logging
 import os
 import signal
-import sys
+import subprocess
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -54,6 +54,7 @@ from ..backend.protocol import (
     Tokenize,
     Tokenized,
 )
+from .child import Child, adopt, spawn
 from .errors import DaemonError, DiedInLoad, LoadFailed, NoMemory, RequestFailed, WorkerDied
 from .listener import Listener
 from .moment import Moment
@@ -78,11 +79,6 @@ class State(enum.Enum):
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"
-
-
-def worker_command() -> list[str]:
-    """How a real worker is started."""
-    return [sys.executable, "-P", "-m", f"{__package__.split('.')[0]}.backend"]
 
 
 class _Mailbox:
@@ -141,9 +137,9 @@ def _can_merge(first: Delta, second: Delta) -> bool:
 class WorkerProcess:
     """One child. Made by `start`, which returns when the model is ready."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, silence_s: float) -> None:
+    def __init__(self, name: str, child: Child, silence_s: float) -> None:
         self.name = name
-        self._process = process
+        self._child = child
         self._silence_s = silence_s
         # All the mutable state.
         self.state = State.LOADING
@@ -154,6 +150,7 @@ class WorkerProcess:
         self._sequences: dict[str, str] = {}  # the caller's ids of Generates, and the worker's
         self._log_lines: deque[str] = deque(maxlen=LOG_LINES_KEPT)
         self._last_sign = time.monotonic()
+        self._has_spoken = False  # a first event came: it has read the Load
         self._failure: DaemonError | None = None  # what a Failed without id said
         self._is_loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._on_loading: list[Progress] = []
@@ -171,7 +168,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def num_open(self) -> int:
@@ -186,30 +183,27 @@ class WorkerProcess:
         on_loading: Progress | None = None,
         load_timeout_s: float = 300.0,
         silence_s: float = SILENCE_S,
+        spare: subprocess.Popen[bytes] | None = None,
     ) -> WorkerProcess:
-        """Spawn, load, return when ready.
+        """Spawn, load, return when ready. `spare` is taken instead, if it lives to read the Load.
 
         `load_timeout_s` bounds the time without any progress. Raises LoadFailed or NoMemory; no
         child is left then, nor when this is cancelled.
         """
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl+C in the daemon's terminal is the daemon's
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        worker = cls(load.name, process, silence_s)
+        limit = MAX_LINE_BYTES
+        child = await (spawn(command, limit) if spare is None else adopt(spare, limit))
+        worker = cls(load.name, child, silence_s)
         if on_loading is not None:
             worker._on_loading.append(on_loading)
         try:
             await worker._send(load)
             await worker._loaded(load_timeout_s)
-        except BaseException:
+        except BaseException as error:
             await worker.kill()
-            raise
+            if spare is None or worker._has_spoken or not isinstance(error, DiedInLoad):
+                raise
+            log.info("the spare worker had died; another is started")
+            return await cls.start(load, command, on_loading, load_timeout_s, silence_s)
         return worker
 
     async def _loaded(self, timeout_s: float) -> None:
@@ -295,28 +289,26 @@ class WorkerProcess:
     async def _send(self, request: protocol.Request) -> None:
         self._write(request)
         with contextlib.suppress(ConnectionError):  # the end of its stdout tells what happened
-            assert self._process.stdin is not None
-            await self._process.stdin.drain()
+            await self._child.stdin.drain()
 
     def _write(self, request: protocol.Request) -> None:
-        assert self._process.stdin is not None
-        if not self._process.stdin.is_closing():
-            self._process.stdin.write(protocol.encode(request))
+        if not self._child.stdin.is_closing():
+            self._child.stdin.write(protocol.encode(request))
 
     # ------------------------------------------------------------------ events
 
     async def _read_events(self) -> None:
-        assert self._process.stdout is not None
         try:
-            async for line in self._process.stdout:
+            async for line in self._child.stdout:
                 came = Moment()
                 self._last_sign = came.monotonic
+                self._has_spoken = True
                 self._take(protocol.decode_event(line), came)
         except (protocol.ProtocolError, ValueError) as error:
             log.error("%s speaks out of order: %s", self.name, error)
         finally:
             self._kill_now()
-            await self._process.wait()
+            await self._child.wait()
             await asyncio.wait([self._log_task], timeout=LAST_WORDS_S)
             self._end()
 
@@ -376,7 +368,7 @@ class WorkerProcess:
         """What ended it, as those are told who waited for its answers."""
         if self._failure is not None:
             return self._failure
-        code = self._process.returncode
+        code = self._child.returncode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return WorkerDied(
             f"the worker of {self.name} ended unexpectedly ({how}){self._last_words()}"
@@ -388,8 +380,7 @@ class WorkerProcess:
         return f"; its log ends: {' | '.join(lines)}" if lines else ""
 
     async def _read_log(self) -> None:
-        assert self._process.stderr is not None
-        async for raw in self._process.stderr:
+        async for raw in self._child.stderr:
             line = raw.decode("utf-8", "replace").rstrip()
             if line:
                 self._log_lines.append(line)
@@ -440,11 +431,10 @@ class WorkerProcess:
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._child.close()
 
     def _kill_now(self) -> None:
-        if self._process.returncode is None:
+        if self._child.returncode is None:
             # Not Process.kill: it polls, and so takes the exit code from asyncio's watcher.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

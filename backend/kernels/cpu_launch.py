@@ -243,13 +243,14 @@ def _product(launcher: Launcher, rows: Tensor, matrix: cpu_pack.PackedMatrix) ->
         4 * matrix.num_outputs,
         matrix.bits,
     )
-    counters = np.zeros(4, dtype=np.int64)  # two operations, arrivals, threads
+    counters = np.zeros((launcher.max_threads + 1, 8), dtype=np.int64)  # last: arrivals, threads
     header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
     header[cpu_step.NUM_OPS] = 2
     header[cpu_step.OPS] = ops.ctypes.data
     header[cpu_step.COUNTERS] = counters.ctypes.data
-    header[cpu_step.ARRIVALS] = counters.ctypes.data + 16
-    header[cpu_step.THREADS_SEEN] = counters.ctypes.data + 24
+    header[cpu_step.COUNTER_STRIDE] = counters.strides[0]
+    header[cpu_step.ARRIVALS] = counters[-1, 0:].ctypes.data
+    header[cpu_step.THREADS_SEEN] = counters[-1, 1:].ctypes.data
     header[cpu_step.NUM_ROWS] = num_rows
     launcher.run(header)
     return out

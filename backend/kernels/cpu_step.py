@@ -15,7 +15,8 @@ PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
 (
     NUM_OPS,
     OPS,
-    COUNTERS,  # one int64 per operation, zero at the start
+    COUNTERS,  # one int64 per thread and operation, zero at the start
+    COUNTER_STRIDE,  # bytes from a thread's counters to the next one's
     ARRIVALS,  # address of one int64, zero at the start
     NUM_THREADS,
     NUM_ROWS,
@@ -33,7 +34,7 @@ PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
     THREADS_SEEN,  # address of one int64, zero at the start
     CYCLES,  # address of one int64 per operation, for the processor's clock at its end; 0: none
     HEADER_FIELDS,
-) = range(20)
+) = range(21)
 
 # A query tile: first row, rows, position of the first, address of the block table (int64).
 TILE_FIELDS = 4

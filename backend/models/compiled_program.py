@@ -108,7 +108,9 @@ class Program:
         self._table = np.zeros((len(self._ops), cpu_step.OP_FIELDS), dtype=np.int64)
         for row, op in zip(self._table, self._ops, strict=True):
             row[: len(op)] = op
-        self._counters = np.zeros(len(self._ops) + 64, dtype=np.int64)
+        # a thread's counters lie in lines of their own, and the cells that all write to behind them
+        width = (len(self._ops) + 15) // 8 * 8
+        self._counters = np.zeros((launcher.max_threads + 1, width + 32), dtype=np.int64)
         self._header = self._make_header(network)
         self._keep = (network, caches)
 
@@ -320,10 +322,10 @@ class Program:
             for layer in network.layers
         )
         self._scratch = torch.empty(scratch * threads, dtype=torch.uint8)
-        # the two cells that threads write to lie apart from the operations' counters
-        arrivals = self._counters.ctypes.data + 8 * (len(self._ops) + 16)
+        arrivals = self._counters[-1].ctypes.data
         header[cpu_step.OPS] = self._table.ctypes.data
         header[cpu_step.COUNTERS] = self._counters.ctypes.data
+        header[cpu_step.COUNTER_STRIDE] = self._counters.strides[0]
         header[cpu_step.ARRIVALS] = arrivals
         header[cpu_step.THREADS_SEEN] = arrivals + 8 * 16
         header[cpu_step.EPS] = float_bits(network.config.rms_norm_eps)
