@@ -26,9 +26,11 @@ def main() -> int:
     # Not sys.stdin: the interpreter closes that at its end, while the reader still waits in it.
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from .deferred import NOT_FOR_INFERENCE, deferred
+    from .deferred import deferred, not_for_inference
 
-    with deferred(NOT_FOR_INFERENCE):
+    # Torch's library calls a fraction of the 90,000 functions that it would look up at once.
+    sys.setdlopenflags(os.RTLD_LAZY)
+    with deferred(not_for_inference()):
         from .worker import serve  # torch comes with it, hence after the move
     return serve(requests, messages)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .deferred import complete
 from .embedder import Embedder, NoEmbedder
 from .embedding_model import NoPrompts, NoRunner, load_embedder
 from .engine.batch import BlockGroups, Runner
@@ -182,6 +183,7 @@ def _open_runner(checkpoint: Checkpoint, load: Load, progress: Progress) -> Load
     imported where it is not wanted."""
     if not _wants_devices(load):
         return ModelRunner(checkpoint, load, progress)
+    complete()  # of what torch does on a GPU not all was tried without
     from .runner.gpu_open import open_gpu_runner, why_not_on_devices
 
     reason = why_not_on_devices(checkpoint.config)

@@ -22,7 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from llmd.backend.protocol import Load
-from llmd.daemon.worker_process import Progress, WorkerProcess, worker_command
+from llmd.daemon.spare_worker import worker_command
+from llmd.daemon.worker_process import Progress, WorkerProcess
 
 from .. import model_files
 from ..daemon.live import live_daemon
