@@ -244,11 +244,11 @@ def calm_collector() -> None:
     """For a process that serves: once, when all is imported.
 
     Thousands of deltas a second live for a moment and are in no cycle. The collector would look at
-    them, and at all modules, again and again.
+    them, and at all modules, again and again. What importing left behind is little, and is kept.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

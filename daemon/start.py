@@ -9,6 +9,7 @@ that come meanwhile wait in the socket's queue.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ class StartFailed(Exception):
 
 def main() -> int:
     """Run the daemon. Exit code 0 after a signal, 1 if it could not start."""
+    gc.disable()  # until all is imported (http_server.calm_collector): modules are no garbage
     try:
         settings = read_settings()
         listener = bind(settings.host, settings.port)

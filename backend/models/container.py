@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,11 +95,18 @@ def open_container(files: Sequence[ModelFile]) -> Container:
 
 
 def mapped_bytes(path: Path, offset: int, size: int) -> Tensor:
-    """A mapped range as uint8. Copy-on-write: torch wants writable memory, nobody writes."""
+    """A mapped range as uint8. Copy-on-write: torch wants writable memory, nobody writes.
+
+    Not numpy's memmap, which resolves the path and measures the file again for each tensor.
+    """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    mapped = np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(size,))
-    return torch.from_numpy(mapped)
+    before = offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        mapped = mmap.mmap(
+            file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=offset - before
+        )
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=before)
 
 
 class GGUFContainer:
