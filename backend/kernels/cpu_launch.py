@@ -133,8 +133,6 @@ def _object_code() -> bytes:
     import llvmlite
     import llvmlite.binding as llvm
 
-    from . import cpu_compile, cpu_program
-
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
     flags = features.flatten()
     here = Path(__file__).parent
@@ -144,6 +142,8 @@ def _object_code() -> bytes:
     path = _cache_folder() / f"kernels-{key.hexdigest()[:32]}.o"
     code = _read(path)
     if code is None:
+        from . import cpu_compile, cpu_program  # what is compiled is not wanted otherwise
+
         text = cpu_compile.translate(cpu_program.run, intrinsic_features(features))
         code = cpu_compile.machine_code(text, cpu, flags)
         _write(path, code)
