@@ -66,6 +66,7 @@ def running_daemon(models: Path, **environment: str) -> Iterator[Daemon]:
             "LLMD_HOST": f"127.0.0.1:{port}",
             "LLMD_MODELS": str(models),
             "OMP_NUM_THREADS": "2",
+            "LLMD_SPARE_WORKER": "0",  # who counts workers means those of models
             **environment,
         },
         stderr=subprocess.DEVNULL,
