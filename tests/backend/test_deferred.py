@@ -82,9 +82,9 @@ assert torch.empty(2, device="meta").softmax(0).shape == (2,)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["families", "encoder", "compiled_engine", "weights", "sampler"])
+@pytest.mark.parametrize("name", ["families", "encoder", "weights"])
 def test_the_tests_of_the_backend_pass_without_what_waits(name: str) -> None:
-    """By hand, when a release of torch is added to TRIED."""
+    """By hand, when a release of torch is added to TRIED; 8 minutes. Those that make no Generator."""
     root = Path(__file__).parent
     code = (
         "import sys\nfrom llmd.backend.deferred import NOT_FOR_INFERENCE, deferred\n"
