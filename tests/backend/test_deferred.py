@@ -84,7 +84,7 @@ assert torch.empty(2, device="meta").softmax(0).shape == (2,)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["families", "encoder", "weights"])
 def test_the_tests_of_the_backend_pass_without_what_waits(name: str) -> None:
-    """By hand, when a release of torch is added to TRIED; 8 minutes. Those that make no Generator."""
+    """By hand, for a release that comes to TRIED: 8 minutes. The others make a torch.Generator."""
     root = Path(__file__).parent
     code = (
         "import sys\nfrom llmd.backend.deferred import NOT_FOR_INFERENCE, deferred\n"
