@@ -54,7 +54,8 @@ START_SECONDS = 900  # vLLM imports and compiles for minutes on a small, busy ma
 
 @dataclass(frozen=True)
 class Server:
-    """How one is started. `command(cache, port)`; `model` is its name in requests."""
+    """How one is started: `command(cache, port)`. In requests the model is called `model`, or by
+    the folder of its weights where a server takes no other name."""
 
     label: str
     port: int
@@ -62,6 +63,10 @@ class Server:
     model: str = "smollm2"
     environment: Callable[[Path, int], dict[str, str]] = lambda cache, port: {}
     most_streams: int = STREAMS[-1]
+    weights: str = ""
+
+    def model_name(self, cache: Path) -> str:
+        return str(cache / "weights" / self.weights) if self.weights else self.model
 
 
 def _cores() -> int:
@@ -130,7 +135,7 @@ SERVERS = (
     Server("vLLM bf16", 18404, _vllm("hf", "bfloat16"), environment=_vllm_environment),
     Server("vLLM W8A8", 18405, _vllm("w8a8", "bfloat16"), environment=_vllm_environment),
     Server("vLLM fp32", 18406, _vllm("hf", "float32"), environment=_vllm_environment),
-    Server("transformers", 18407, _transformers, most_streams=16),
+    Server("transformers", 18407, _transformers, most_streams=16, weights="hf"),
 )
 _LLMD = (sys.executable, "-m", "llmd")
 
@@ -382,7 +387,7 @@ def _start(
         return process, None
     if server.label == "llmd":
         began += _create(cache, model, environment)
-    return process, time.perf_counter() - began if _answers(base, server.model) else None
+    return process, time.perf_counter() - began if _answers(base, server.model_name(cache)) else None
 
 
 def _create(cache: Path, model: Path, environment: dict[str, str]) -> float:
@@ -440,7 +445,7 @@ def measure(cache: Path, loadgen: Path, servers: list[Server], args: argparse.Na
             name = f"{server.port}-{args.workload}-{streams}-{args.repetition}.json"
             command = [
                 *(cache / "client" / "bin" / "python", loadgen),
-                *("--base-url", f"http://127.0.0.1:{server.port}/v1", "--model", server.model),
+                *("--base-url", f"http://127.0.0.1:{server.port}/v1", "--model", server.model_name(cache)),
                 *("--workload", args.workload, "--concurrency", streams, "--requests", count),
                 *("--pid", running[server.label]["pid"], "--label", server.label),
                 *("--seed", args.repetition, "--out", results / name, "--warmup", 1),
