@@ -64,6 +64,7 @@ class Server:
     environment: Callable[[Path, int], dict[str, str]] = lambda cache, port: {}
     most_streams: int = STREAMS[-1]
     weights: str = ""
+    asks: tuple[str, ...] = ()  # what the load generator must say so that answers run to the end
 
     def model_name(self, cache: Path) -> str:
         return str(cache / "weights" / self.weights) if self.weights else self.model
@@ -126,6 +127,10 @@ def _llmd_environment(cache: Path, port: int) -> dict[str, str]:
     }
 
 
+# It refuses `ignore_eos`; no answer of this vocabulary ends with its last id.
+_ENDLESS = json.dumps({"eos_token_id": 49151})
+_ENDLESS_ANSWERS = ("--no-ignore-eos", "--extra-body", json.dumps({"generation_config": _ENDLESS}))
+
 SERVERS = (
     Server("llmd", 18400, lambda cache, port: [*_LLMD, "serve"], environment=_llmd_environment),
     Server("llama.cpp Q4_0", 18401, _llama("Q4_0.gguf", 64)),
@@ -135,7 +140,9 @@ SERVERS = (
     Server("vLLM bf16", 18404, _vllm("hf", "bfloat16"), environment=_vllm_environment),
     Server("vLLM W8A8", 18405, _vllm("w8a8", "bfloat16"), environment=_vllm_environment),
     Server("vLLM fp32", 18406, _vllm("hf", "float32"), environment=_vllm_environment),
-    Server("transformers", 18407, _transformers, most_streams=16, weights="hf"),
+    Server(
+        "transformers", 18407, _transformers, most_streams=16, weights="hf", asks=_ENDLESS_ANSWERS
+    ),
 )
 _LLMD = (sys.executable, "-m", "llmd")
 
@@ -387,7 +394,9 @@ def _start(
         return process, None
     if server.label == "llmd":
         began += _create(cache, model, environment)
-    return process, time.perf_counter() - began if _answers(base, server.model_name(cache)) else None
+    if not _answers(base, server.model_name(cache)):
+        return process, None
+    return process, time.perf_counter() - began
 
 
 def _create(cache: Path, model: Path, environment: dict[str, str]) -> float:
@@ -445,10 +454,12 @@ def measure(cache: Path, loadgen: Path, servers: list[Server], args: argparse.Na
             name = f"{server.port}-{args.workload}-{streams}-{args.repetition}.json"
             command = [
                 *(cache / "client" / "bin" / "python", loadgen),
-                *("--base-url", f"http://127.0.0.1:{server.port}/v1", "--model", server.model_name(cache)),
+                *("--base-url", f"http://127.0.0.1:{server.port}/v1"),
+                *("--model", server.model_name(cache)),
                 *("--workload", args.workload, "--concurrency", streams, "--requests", count),
                 *("--pid", running[server.label]["pid"], "--label", server.label),
                 *("--seed", args.repetition, "--out", results / name, "--warmup", 1),
+                *server.asks,
             ]
             subprocess.run([str(part) for part in command], check=False)
 
