@@ -28,8 +28,9 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     from .deferred import deferred, not_for_inference
 
-    # Torch's library calls a fraction of the 90,000 functions that it would look up at once.
-    sys.setdlopenflags(os.RTLD_LAZY)
+    if sys.platform != "win32":
+        # Torch's library calls a fraction of the 90,000 functions that it would look up at once.
+        sys.setdlopenflags(os.RTLD_LAZY)
     with deferred(not_for_inference()):
         from .worker import serve  # torch comes with it, hence after the move
     gc.freeze()  # modules stay, and to walk them once is a fifth of a second
