@@ -103,7 +103,6 @@ class Program:
         self._pieces = torch.empty(0, dtype=torch.uint8)
         self._rotaries: dict[tuple[Any, ...], Rotary] = {}  # by what makes them equal
         self._ops: list[list[int]] = []
-        self.best = np.empty(0, dtype=np.int64)
         self._write(network, caches)
         self._table = np.zeros((len(self._ops), cpu_step.OP_FIELDS), dtype=np.int64)
         for row, op in zip(self._table, self._ops, strict=True):
@@ -118,8 +117,9 @@ class Program:
         """A step of this size can run."""
         return num_rows <= self.num_rows and num_positions <= self.num_positions
 
-    def run(self, inputs: StepInputs, logits: Tensor) -> None:
-        """The logits are written."""
+    def run(self, inputs: StepInputs, logits: Tensor, best: Any) -> None:
+        """The logits are written, and to `best`, int64, the lowest id of each row's largest; -1
+        where they are unusable."""
         header = self._header
         views = (inputs, *inputs.others)
         tiles = np.stack(_tiles(views, cpu_step.QUERY_TILE))
@@ -127,12 +127,10 @@ class Program:
         if inputs.others:
             blocks = torch.cat([view.block_ids for view in views])
         self._counters.fill(0)
-        if len(logits) > len(self.best):
-            self.best = np.empty(self.num_rows, dtype=np.int64)
         self._table[0, 1] = inputs.token_ids.data_ptr()
         self._table[self._head, 6] = logits.data_ptr()
         self._table[self._head + 1 :, 1] = logits.data_ptr()
-        self._table[-1, 3] = self.best.ctypes.data
+        self._table[-1, 3] = best.ctypes.data
         header[cpu_step.NUM_ROWS] = len(inputs.token_ids)
         header[cpu_step.NUM_LOGIT_ROWS] = len(inputs.logit_rows)
         # from the last norm on all is skipped where no row wants logits

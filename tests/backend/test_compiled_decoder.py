@@ -349,6 +349,24 @@ def test_a_long_sequence_cut_among_threads_keeps_its_bits(
     assert torch.equal(results[0], whole)
 
 
+def test_a_step_cut_into_parts_keeps_its_bits(launcher: Launcher) -> None:
+    """Cuts in the middle of prompts, beside decodes, with several rows of logits on both sides."""
+    checkpoint = Checkpoint()
+    lengths, rng = (1, 150, 40, 1, 130, 60), random.Random(11)
+    prompts = [_ids(length, 20 + length) for length in lengths]
+    tables = [torch.tensor(rng.sample(range(6 * at, 6 * at + 6), 6)) for at in range(len(lengths))]
+    step = _step([(ids, 0, table) for ids, table in zip(prompts, tables, strict=True)])
+    wanted = torch.tensor([0, 64, 128, 150, 190, 191, 192, 254, 255, 256, 321, 380, 381])
+    step = replace(step, logit_rows=wanted)
+    results = []
+    for part_rows in (1000, 128, 20):
+        decoder = CompiledDecoder(checkpoint, launcher, part_rows=part_rows)
+        logits = decoder.forward(step, _cache(checkpoint, torch.bfloat16))
+        assert decoder.best[: len(wanted)].tolist() == logits.argmax(-1).tolist()
+        results.append(logits.clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
 def test_the_best_token_is_the_lowest_id_of_the_largest_logit(launcher: Launcher) -> None:
     checkpoint = Checkpoint()
     decoder = CompiledDecoder(checkpoint, launcher)
