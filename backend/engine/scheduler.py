@@ -39,6 +39,7 @@ Owner: the Engine, on the engine thread. Time comes in as `now`, in seconds.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from . import invariants
@@ -302,9 +303,20 @@ class Scheduler:
         """Leave as many tokens for prompts as those who decode can bear."""
         ratio = self.config.max_gap_ratio
         if ratio and plan.chunks:
-            limit = self._step_time.max_prompt_tokens(len(plan.chunks), ratio)
+            num_prompts = self._num_prompts_of(plan.sequences)
+            limit = self._step_time.max_prompt_tokens(len(plan.chunks), ratio, num_prompts)
             if limit is not None:
                 plan.budget = min(plan.budget, limit)
+
+    def _num_prompts_of(self, decoding: Iterable[Sequence]) -> int:
+        """Prompts that may count as much as these streams: all that wait, if the streams are of
+        clients who wait themselves. What one client asks for does not slow down another's stream
+        more than one prompt does."""
+        reading = [sequence for sequence in self._running if sequence.num_left > 1]
+        waiting = {sequence.request.client for sequence in (*reading, *self._waiting)}
+        if any(sequence.request.client not in waiting for sequence in decoding):
+            return 1
+        return len(reading) + len(self._waiting)
 
     def _plan_running(self, sequence: Sequence, plan: Plan, max_drafts: int) -> None:
         num_tokens = self._chunk_size(sequence, plan.budget)

@@ -8,6 +8,10 @@ known to take `decode_s`, and a prompt token known to add `token_s`, a chunk of
 makes the gap `ratio` times what the streams are used to, and no more. At a ratio of 2 the prompt
 gets half of each step: it takes at most twice as long as it would alone.
 
+Where more prompts wait than streams decode, that would keep the many waiting for the few, and the
+few are what a step is worst at. So each prompt may count as much as a stream does (`num_prompts`),
+as long as the step stays within LONGEST_STEP_S.
+
 Where many decode, a step of a CPU is as long as there are rows in it: at two hundred a token comes
 twice a second, no more of them in all than with sixty, and who asks waits for a whole step. So from
 LONGEST_STEP_S on nobody else is let in (`is_full`), unless that is what one sequence takes too.
@@ -139,10 +143,11 @@ class StepTime:
             return FIRST_DRAFT_COST
         return self._draft_s * num_decodes / decode_s
 
-    def max_prompt_tokens(self, num_decodes: int, ratio: float) -> int | None:
+    def max_prompt_tokens(self, num_decodes: int, ratio: float, num_prompts: int = 1) -> int | None:
         """Prompt tokens that keep the step within `ratio` times a decode step; None: no limit.
 
-        0 now and then, so that decoding is measured alone.
+        With more prompts than decodes, a step of up to LONGEST_STEP_S is as good. 0 now and then,
+        so that decoding is measured alone.
         """
         if num_decodes and self._is_stale(num_decodes):
             return 0
@@ -151,7 +156,10 @@ class StepTime:
             return None
         if not self._token_s:
             return FIRST_CHUNK
-        return max(int((ratio - 1.0) * decode_s / self._token_s), MIN_CHUNK)
+        usual_s = (ratio - 1.0) * decode_s
+        fair_s = usual_s * max(num_prompts / num_decodes, 1.0)
+        most_s = min(fair_s, max(LONGEST_STEP_S - decode_s, usual_s))
+        return max(int(most_s / self._token_s), MIN_CHUNK)
 
 
 def _smooth(old: float | None, new: float, weight: float = SMOOTHING) -> float:

@@ -97,6 +97,48 @@ def test_a_chunk_adds_one_decode_step_at_a_ratio_of_two(token_s: float, tokens: 
     assert model.max_prompt_tokens(4, 2.0) == pytest.approx(tokens, abs=1)
 
 
+def test_prompts_that_outnumber_the_streams_count_as_many_streams() -> None:
+    model = StepTime()
+    for _ in range(100):
+        model.observe(4, 0, 0.010)
+        model.observe(4, 32, 0.010 + 32 * 0.001)
+    assert model.max_prompt_tokens(4, 2.0, num_prompts=4) == pytest.approx(10, abs=1)
+    assert model.max_prompt_tokens(4, 2.0, num_prompts=12) == pytest.approx(30, abs=1)
+    most = (LONGEST_STEP_S - 0.010) / 0.001
+    assert model.max_prompt_tokens(4, 2.0, num_prompts=400) == pytest.approx(most, abs=1)
+
+
+def steps_while_fifteen_prompts_arrive(client: str) -> tuple[float, float]:
+    """Beside one stream of "mine": its longest gap, and until all of the others have a token."""
+    machine = TimedMachine(4096, 16, seed=2)
+    engine = Engine(Scheduler(SchedulerConfig(4096, 16)), machine, machine.clock)
+    engine.add(request("mine", [1] * 20, max_tokens=4000, client="mine"))
+    for _ in range(50):
+        engine.step()
+    for index in range(15):
+        engine.add(request(f"o{index}", [index + 2] * 90, max_tokens=4000, client=client))
+    asked_at = last = machine.now
+    longest, seen = 0.0, {"mine"}
+    while len(seen) < 16:
+        for output in engine.step():
+            seen.add(output.id)
+            if output.id == "mine":
+                longest, last = max(longest, machine.now - last), machine.now
+    return longest, machine.now - asked_at
+
+
+def test_many_prompts_of_a_client_are_not_kept_waiting_for_its_one_stream() -> None:
+    longest, wait = steps_while_fifteen_prompts_arrive("mine")
+    _, wait_of_two = steps_while_fifteen_prompts_arrive("others")
+    assert longest <= 1.5 * LONGEST_STEP_S
+    assert wait <= 0.9 * wait_of_two
+
+
+def test_another_clients_stream_is_slowed_down_by_one_prompt_at_most() -> None:
+    longest, _ = steps_while_fifteen_prompts_arrive("others")
+    assert longest <= 2.5 * (BASE_S + 16 * ROW_S)
+
+
 def test_decoding_is_measured_alone_again_while_a_long_prompt_is_read() -> None:
     """Else the growth of the streams' own contexts counts as the prompt's, and it starves."""
     model = StepTime()
