@@ -127,7 +127,7 @@ def _llmd_environment(cache: Path, port: int) -> dict[str, str]:
     }
 
 
-# It refuses `ignore_eos`; no answer of this vocabulary ends with its last id.
+# transformers refuses `ignore_eos`; no answer of this vocabulary ends with its last id.
 _ENDLESS = json.dumps({"eos_token_id": 49151})
 _ENDLESS_ANSWERS = ("--no-ignore-eos", "--extra-body", json.dumps({"generation_config": _ENDLESS}))
 

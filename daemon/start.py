@@ -33,7 +33,7 @@ def main() -> int:
     except (SettingsInvalid, StartFailed, FolderTaken, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    spare = SpareWorker.start(worker_command()) if wants_spare(settings) else SpareWorker()
+    spare = start_spare(settings)
     try:
         from .lifecycle import live  # not above: this is what the spare worker does not wait for
 
@@ -41,6 +41,18 @@ def main() -> int:
     finally:
         spare.end()
         lock.release()
+
+
+def start_spare(settings: Settings) -> SpareWorker:
+    """None is started where none is wanted, or the system has no room for a process: the daemon
+    does without."""
+    if not wants_spare(settings):
+        return SpareWorker()
+    try:
+        return SpareWorker.start(worker_command())
+    except OSError as error:
+        print(f"no spare worker: {error}", file=sys.stderr)
+        return SpareWorker()
 
 
 def wants_spare(settings: Settings) -> bool:

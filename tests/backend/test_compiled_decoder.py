@@ -349,9 +349,10 @@ def test_a_long_sequence_cut_among_threads_keeps_its_bits(
     assert torch.equal(results[0], whole)
 
 
-def test_a_step_cut_into_parts_keeps_its_bits(launcher: Launcher) -> None:
+@pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 40}], ids=str)
+def test_a_step_cut_into_parts_keeps_its_bits(launcher: Launcher, changes: dict[str, Any]) -> None:
     """Cuts in the middle of prompts, beside decodes, with several rows of logits on both sides."""
-    checkpoint = Checkpoint()
+    checkpoint = Checkpoint(**changes)
     lengths, rng = (1, 150, 40, 1, 130, 60), random.Random(11)
     prompts = [_ids(length, 20 + length) for length in lengths]
     tables = [torch.tensor(rng.sample(range(6 * at, 6 * at + 6), 6)) for at in range(len(lengths))]

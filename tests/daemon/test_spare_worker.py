@@ -16,7 +16,7 @@ import pytest
 
 from llmd.daemon.settings import read_settings
 from llmd.daemon.spare_worker import SpareWorker
-from llmd.daemon.start import wants_spare
+from llmd.daemon.start import start_spare, wants_spare
 
 from ..end_to_end.real_daemon import running_daemon
 from ..end_to_end.test_first_light import store_model
@@ -205,6 +205,17 @@ def test_a_start_that_fails_has_started_no_worker(daemon: Daemon, tmp_path: Path
         )
         assert done.returncode == 1 and reason in done.stderr
     assert not began.exists()
+
+
+def test_a_spare_worker_that_cannot_be_started_does_not_end_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_of(tmp_path, ["plain"])
+    monkeypatch.setattr("llmd.daemon.start._num_cores", lambda: 2)
+    monkeypatch.setattr("llmd.daemon.start.worker_command", lambda: [str(tmp_path / "missing")])
+    spare = start_spare(read_settings({"LLMD_MODELS": str(tmp_path)}))
+    assert spare.pid is None and spare.take() is None
+    assert "no spare worker" in capsys.readouterr().err
 
 
 def test_there_is_a_spare_worker_where_it_can_be_of_use(
