@@ -14,6 +14,7 @@ import ctypes
 import getpass
 import hashlib
 import importlib.util
+import itertools
 import logging
 import math
 import platform
@@ -206,7 +207,7 @@ def _gomp() -> tuple[Any, int]:
 
 def self_test(launcher: Launcher) -> str:
     """What is wrong with the products of this machine's code; empty if they are right."""
-    weight, rows = _irregular(72, 96), _irregular(7, 96)
+    weight = _irregular(72, 96)
     nibbles = (8 + 7.9 * _irregular(72, 3, 32)).to(torch.uint8)
     halves = _irregular(72, 3).abs().half()
     packed = (
@@ -214,7 +215,8 @@ def self_test(launcher: Launcher) -> str:
         cpu_pack.join_4bit(nibbles, halves, -halves),
         cpu_pack.pack_16bit(weight[:64]),
     )
-    for matrix in packed:
+    for matrix, num_rows in itertools.product(packed, (7, 23)):  # many rows go another way
+        rows = _irregular(num_rows, 96)
         found = _product(launcher, rows, matrix)
         wanted = rows @ cpu_pack.unpack(matrix).T
         error = ((found - wanted).norm() / wanted.norm()).item()
@@ -249,6 +251,8 @@ def _product(launcher: Launcher, rows: Tensor, matrix: cpu_pack.PackedMatrix) ->
         matrix.bits,
     )
     counters = np.zeros((launcher.max_threads + 1, 8), dtype=np.int64)  # last: arrivals, threads
+    stride = cpu_step.unpacked_bytes(width)
+    scratch = torch.empty(stride * launcher.max_threads, dtype=torch.uint8)
     header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
     header[cpu_step.NUM_OPS] = 2
     header[cpu_step.OPS] = ops.ctypes.data
@@ -257,5 +261,6 @@ def _product(launcher: Launcher, rows: Tensor, matrix: cpu_pack.PackedMatrix) ->
     header[cpu_step.ARRIVALS] = counters[-1, 0:].ctypes.data
     header[cpu_step.THREADS_SEEN] = counters[-1, 1:].ctypes.data
     header[cpu_step.NUM_ROWS] = num_rows
+    header[cpu_step.SCRATCH], header[cpu_step.SCRATCH_STRIDE] = scratch.data_ptr(), stride
     launcher.run(header)
     return out

@@ -38,6 +38,7 @@ from .cpu_step import (
     ARRIVALS,
     ATTEND,
     BEST,
+    BYTES_UNPACKED,
     CAP,
     COUNTER_STRIDE,
     COUNTERS,
@@ -66,6 +67,7 @@ from .cpu_stored import pack
 
 MATMUL_STRIPS = 4  # of 8 outputs, an item
 ROW_PANEL = 32  # rows that pass over an item's weights while both are in the nearest cache
+UNPACK_ROWS = 16  # so many share unpacked weights
 SPINS_BEFORE_YIELD = 4000
 
 # ------------------------------------------------------------------------------- matrix products
@@ -119,8 +121,44 @@ def _matmul(tiles: Sequence[Intrinsic], strip_alone: Intrinsic, block_bytes: int
 
 tiles4 = [cpu_tiles.tile_4bit(rows, 2) for rows in (1, 2, 4)]
 tiles8 = [cpu_tiles.tile_8bit(rows, 2) for rows in (1, 2, 4)]
-matmul4 = _matmul(tiles4, cpu_tiles.tile_4bit(1, 1), cpu_tiles.BYTES_4BIT)
+matmul4_packed = _matmul(tiles4, cpu_tiles.tile_4bit(1, 1), cpu_tiles.BYTES_4BIT)
 matmul8 = _matmul(tiles8, cpu_tiles.tile_8bit(1, 1), cpu_tiles.BYTES_8BIT)
+
+unpack_strips = cpu_tiles.unpack_4bit()
+unpacked4, unpacked2, unpacked1 = (cpu_tiles.tile_unpacked(rows) for rows in (4, 2, 1))
+
+
+@kernel
+def matmul4(item: int, op: Table, num_rows: int, unpacked: int, size: int) -> None:
+    """As matmul4_packed, and to the same bits; many rows pass over weights that were unpacked.
+
+    They lie in this thread's scratch, of `size` bytes.
+    """
+    num_blocks, ldc = op[4] // 32, op[7]
+    num_strips = op[5] // 8 - item * MATMUL_STRIPS
+    needed = num_blocks * BYTES_UNPACKED
+    if num_rows < UNPACK_ROWS or needed > size or num_strips < MATMUL_STRIPS:
+        matmul4_packed(item, op, num_rows)
+        return
+    ldx, lds = num_blocks * 64, num_blocks * 8
+    strip_bytes = num_blocks * cpu_tiles.BYTES_4BIT
+    first = item * MATMUL_STRIPS
+    for strip in range(first, first + MATMUL_STRIPS, 2):
+        unpack_strips(op[3] + strip * strip_bytes, strip_bytes, unpacked, num_blocks)
+        row = 0
+        while row < num_rows:
+            x, s, c = op[1] + row * ldx, op[2] + row * lds, op[6] + row * ldc + strip * 32
+            if num_rows - row >= 4:
+                unpacked4(x, ldx, s, lds, unpacked, 0, c, ldc, num_blocks)
+            elif num_rows - row >= 2:
+                unpacked2(x, ldx, s, lds, unpacked, 0, c, ldc, num_blocks)
+            else:
+                unpacked1(x, ldx, s, lds, unpacked, 0, c, ldc, num_blocks)
+            row += 4 if num_rows - row >= 4 else 2 if num_rows - row >= 2 else 1
+    if op[9]:
+        for row in range(num_rows):
+            add_bias(op[6] + row * ldc + first * 32, op[9] + first * 32, MATMUL_STRIPS * 8)
+
 
 narrow3, narrow2, narrow1 = (vec.float_tile(n, True, False) for n in (3, 2, 1))
 
@@ -172,7 +210,7 @@ def run_item(item: int, op: Table, head: Table, scratch: int) -> None:
     elif kind == MATMUL:
         num_rows = head[NUM_LOGIT_ROWS] if op[10] else head[NUM_ROWS]
         if op[8] == 4:
-            matmul4(item, op, num_rows)
+            matmul4(item, op, num_rows, scratch, head[SCRATCH_STRIDE])
         elif op[8] == 16:
             matmul16(item, op, num_rows)
         else:
@@ -217,12 +255,10 @@ def run_op(index: int, op: Table, head: Table, items: int, me: int, scratch: int
     """This thread's part of an operation.
 
     Weights lie in the order of the items, and come from memory half as fast again if a thread reads
-    on where it is: so the items of a product are cut into a share for each thread, who then helps
-    the others. All else is taken one by one.
+    on where it is. And a row that a thread wrote is in its cache: so items are cut into a share for
+    each thread, who then helps the others.
     """
-    shares = 1
-    if op[0] == MATMUL:
-        shares = head[NUM_THREADS]
+    shares = head[NUM_THREADS] if head[COUNTER_STRIDE] else 1
     for turn in range(shares):
         share = (me + turn) % shares
         first, end = share * items // shares, (share + 1) * items // shares

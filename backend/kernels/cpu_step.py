@@ -9,6 +9,8 @@ from __future__ import annotations
 
 BLOCK_SIZE = 32  # tokens of a cache block, and scores of a row at a time
 QUERY_TILE = 8  # query tokens that share the widened keys of a block
+BYTES_UNPACKED = 2 * (256 + 64)  # 16 outputs · 32 inputs: bytes, scales, offsets (float32)
+MOST_UNPACKED = 320 * 1024  # bytes of unpacked weights
 PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
 
 # Header of a step: int64 fields. Addresses are bytes.
@@ -16,7 +18,7 @@ PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
     NUM_OPS,
     OPS,
     COUNTERS,  # one int64 per thread and operation, zero at the start
-    COUNTER_STRIDE,  # bytes from a thread's counters to the next one's
+    COUNTER_STRIDE,  # bytes from a thread's counters to the next one's; 0: all take from one
     ARRIVALS,  # address of one int64, zero at the start
     NUM_THREADS,
     NUM_ROWS,
@@ -64,3 +66,13 @@ def scratch_bytes(group: int, head_dim: int) -> int:
     rows = QUERY_TILE * group
     floats = rows * head_dim + rows * 32 + rows + 2 * 32 * head_dim
     return (2 * piece_bytes(group, head_dim) + 4 * floats + 4095) // 4096 * 4096
+
+
+def unpacked_bytes(num_inputs: int) -> int:
+    """What a product of many rows needs of each thread's scratch, for two strips of 4-bit weights.
+
+    With less it reads them as they are stored. Beyond the limit they would not stay in a core's
+    cache, which is the point of it.
+    """
+    size = num_inputs // 32 * BYTES_UNPACKED
+    return size if size <= MOST_UNPACKED else 0

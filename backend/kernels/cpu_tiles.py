@@ -21,6 +21,7 @@ from llvmlite import ir
 
 from .cpu_compile import I64, Intrinsic
 from .cpu_ir import Emitter, Loop
+from .cpu_step import BYTES_UNPACKED
 
 BYTES_4BIT = 128 + 32  # of 8 outputs · 32 inputs: nibbles, 8 scales, 8 offsets
 BYTES_8BIT = 256 + 16  # ... : bytes, 8 scales
@@ -130,12 +131,63 @@ def tile_4bit(num_rows: int, num_strips: int) -> Intrinsic:
                     inputs = e.splat(e.load(x_row, _I32, 8 * quarter + 4 * half), 8)
                     for strip, nibbles in enumerate(weights):
                         _four_products(tile, row, strip, nibbles, inputs)
-        if not e.has("vnni"):
-            ones = ir.Constant(_WORDS16, [1] * 16)
-            tile.sums = [e.call("llvm.x86.avx2.pmadd.wd", _INTS8, s, ones) for s in tile.sums]
+        _widen_sums(tile)
         tile.end([_halves(e, b, 128) for b in blocks], [_halves(e, b, 144) for b in blocks])
 
     return Intrinsic(lambda builder, values: build(Emitter(builder), values), (I64,) * 9)
+
+
+def unpack_4bit() -> Intrinsic:
+    """(W, bytes of a strip, out, num_blocks): two strips of 4-bit weights as tile_unpacked reads
+    them, a step's 32 bytes of either strip side by side."""
+
+    def build(e: Emitter, args: list[Any]) -> None:
+        w, strip_bytes, out, num_blocks = args
+        loop = Loop(e, num_blocks, [])
+        offset = e.b.mul(loop.step, ir.Constant(_I64, BYTES_4BIT))
+        target = e.b.add(out, e.b.mul(loop.step, ir.Constant(_I64, BYTES_UNPACKED)))
+        low_mask, four = ir.Constant(_BYTES32, [15] * 32), ir.Constant(_WORDS16, [4] * 16)
+        for strip, start in enumerate(e.rows(w, strip_bytes, 2)):
+            block = e.b.add(start, offset)
+            for quarter in range(4):
+                packed = e.load(block, _BYTES32, 32 * quarter, align=32)
+                shifted = e.b.bitcast(e.b.lshr(e.b.bitcast(packed, _WORDS16), four), _BYTES32)
+                for half, part in enumerate((packed, shifted)):
+                    at = 64 * (2 * quarter + half) + 32 * strip
+                    e.store(e.b.and_(part, low_mask), target, at, align=32)
+            e.store(_halves(e, block, 128), target, 512 + 32 * strip, align=32)
+            e.store(_halves(e, block, 144), target, 576 + 32 * strip, align=32)
+        loop.end([])
+
+    return Intrinsic(lambda builder, values: build(Emitter(builder), values), (I64,) * 4)
+
+
+def tile_unpacked(num_rows: int) -> Intrinsic:
+    """As tile_4bit for two strips that unpack_4bit has written: many rows share its work."""
+
+    def build(e: Emitter, args: list[Any]) -> None:
+        tile = _Tile(e, num_rows, 2, 32, args)
+        block = e.b.add(args[4], e.b.mul(tile.step, ir.Constant(_I64, BYTES_UNPACKED)))
+        for step in range(8):
+            weights = [e.load(block, _BYTES32, 64 * step + 32 * strip, 32) for strip in range(2)]
+            for row, x_row in enumerate(tile.x_rows):
+                inputs = e.splat(e.load(x_row, _I32, 4 * step), 8)
+                for strip, part in enumerate(weights):
+                    _four_products(tile, row, strip, part, inputs)
+        _widen_sums(tile)
+        scales = [e.load(block, _FLOAT8, 512 + 32 * strip, 32) for strip in range(2)]
+        offsets = [e.load(block, _FLOAT8, 576 + 32 * strip, 32) for strip in range(2)]
+        tile.end(scales, offsets)
+
+    return Intrinsic(lambda builder, values: build(Emitter(builder), values), (I64,) * 9)
+
+
+def _widen_sums(tile: _Tile) -> None:
+    """What _four_products left in int16 becomes int32."""
+    e = tile.e
+    if not e.has("vnni"):
+        ones = ir.Constant(_WORDS16, [1] * 16)
+        tile.sums = [e.call("llvm.x86.avx2.pmadd.wd", _INTS8, s, ones) for s in tile.sums]
 
 
 def _four_products(tile: _Tile, row: int, strip: int, nibbles: Any, inputs: Any) -> None:

@@ -315,10 +315,14 @@ class Program:
         threads = self._launcher.max_threads
         header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
         num_heads = network.config.num_heads
-        scratch = max(
+        sizes = [
             cpu_step.scratch_bytes(num_heads // layer.config.num_kv_heads, layer.config.head_dim)
             for layer in network.layers
-        )
+        ]
+        for layer in network.layers:
+            linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+            sizes += [cpu_step.unpacked_bytes(linear.matrix.num_inputs) for linear in linears]
+        scratch = max(sizes)
         self._scratch = torch.empty(scratch * threads, dtype=torch.uint8)
         arrivals = self._counters[-1].ctypes.data
         header[cpu_step.OPS] = self._table.ctypes.data
