@@ -96,6 +96,18 @@ def peaks_of(piece: int, max_rows: int, dim: int) -> int:
     return piece + max_rows * (dim + 8) * 4
 
 
+@inlined
+def place(op: Table, tile: Table, kv_head: int, block: int) -> int:
+    """Where a block's keys of a head lie, in bytes from those of block 0; its values as well."""
+    return vec.load_int(tile[3] + block * 8) * op[11] + kv_head * op[10] * BLOCK_SIZE * 2
+
+
+@inlined
+def first_block(op: Table, tile: Table) -> int:
+    """The first that any query of the tile sees."""
+    return max(0, tile[2] - op[7] + 1) // BLOCK_SIZE if op[7] else 0
+
+
 @kernel
 def attend_block(
     op: Table,
@@ -104,11 +116,11 @@ def attend_block(
     piece: int,
     kv_head: int,
     block: int,
-    next_block: int,
+    later: int,
     max_rows: int,
 ) -> None:
-    """One cache block joins the running softmax of a piece. The next one is fetched meanwhile: it
-    lies elsewhere in memory, and the processor can't guess where."""
+    """One cache block joins the running softmax of a piece. What is read after it, at `later`, is
+    fetched meanwhile: it lies elsewhere in memory, and the processor can't guess where."""
     group, dim = op[8] // op[9], op[10]
     first, count, ld = tile[2], tile[1], op[10] * 4
     scores = queries + max_rows * ld
@@ -117,9 +129,9 @@ def attend_block(
     wide_values = wide_keys + 32 * ld
     window = op[7]
     begin = block * BLOCK_SIZE
-    base = vec.load_int(tile[3] + block * 8) * op[11] + kv_head * dim * BLOCK_SIZE * 2
+    base = place(op, tile, kv_head, block)
     keys, values, ldv = op[2] + base, op[3] + base, dim * 2
-    ahead = (vec.load_int(tile[3] + next_block * 8) - vec.load_int(tile[3] + block * 8)) * op[11]
+    ahead = later - base
     begin_row = max(0, begin - first) * group  # earlier queries see nothing of this block
     end_row = count * group
     if window:
@@ -165,9 +177,16 @@ def attend_block(
 
 @kernel
 def attend_piece(
-    op: Table, tile: Table, queries: int, piece: int, kv_head: int, number: int, max_rows: int
+    op: Table,
+    tile: Table,
+    queries: int,
+    piece: int,
+    kv_head: int,
+    number: int,
+    later: int,
+    max_rows: int,
 ) -> None:
-    """All blocks of one piece, from scratch."""
+    """All blocks of one piece, from scratch. `later`: what is read after the tile's last block."""
     dim = op[10]
     rows = tile[1] * (op[8] // op[9])
     for lane in range(0, rows * dim, 32):
@@ -176,13 +195,13 @@ def attend_piece(
     for row in range(rows):
         vec.zero8(totals + row * 32)
         vec.store_float(peaks + row * 4, -3e38)
-    begin = number * PIECE_BLOCKS
-    if op[7]:
-        begin = max(begin, max(0, tile[2] - op[7] + 1) // BLOCK_SIZE)
-    end = min((number + 1) * PIECE_BLOCKS, (tile[2] + tile[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)
-    for block in range(begin, end):
-        next_block = min(block + 1, end - 1)
-        attend_block(op, tile, queries, piece, kv_head, block, next_block, max_rows)
+    begin = max(number * PIECE_BLOCKS, first_block(op, tile))
+    num_blocks = (tile[2] + tile[1] + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for block in range(begin, min((number + 1) * PIECE_BLOCKS, num_blocks)):
+        following = later
+        if block + 1 < num_blocks:
+            following = place(op, tile, kv_head, block + 1)
+        attend_block(op, tile, queries, piece, kv_head, block, following, max_rows)
 
 
 @kernel
@@ -244,6 +263,14 @@ def tile_of(op: Table, head: Table, number: int) -> Table:
     return Table(head[TILES] + (op[14] * head[NUM_TILES] + number) * (TILE_FIELDS * 8))
 
 
+@inlined
+def after(op: Table, head: Table, pair: int) -> int:
+    """Where the next pair of tile and head begins to read: most likely this thread's next item."""
+    pair = min(pair + 1, head[NUM_TILES] * op[9] - 1)
+    tile = tile_of(op, head, pair // op[9])
+    return place(op, tile, pair % op[9], first_block(op, tile))
+
+
 @kernel
 def attend(item: int, op: Table, head: Table, scratch: int) -> None:
     # op: qkv, keys of block 0, values of block 0, out, scales, bits, window or 0, heads, kv heads,
@@ -262,15 +289,15 @@ def attend(item: int, op: Table, head: Table, scratch: int) -> None:
         if number < last:
             load_queries(op, tile, queries, kv_head)
             target = head[PIECES] + item * op[13]
-            attend_piece(op, tile, queries, target, kv_head, number, max_rows)
+            own = place(op, tile, kv_head, number * PIECE_BLOCKS)
+            attend_piece(op, tile, queries, target, kv_head, number, own, max_rows)
         return
     load_queries(op, tile, queries, kv_head)
-    begin = 0
-    if op[7]:
-        begin = max(0, tile[2] - op[7] + 1) // (PIECE_BLOCKS * BLOCK_SIZE)
-    attend_piece(op, tile, queries, piece, kv_head, begin, max_rows)
-    for later in range(begin + 1, last):
-        attend_piece(op, tile, queries, part, kv_head, later, max_rows)
+    later = after(op, head, pair)
+    begin = first_block(op, tile) // PIECE_BLOCKS
+    attend_piece(op, tile, queries, piece, kv_head, begin, later, max_rows)
+    for follower in range(begin + 1, last):
+        attend_piece(op, tile, queries, part, kv_head, follower, later, max_rows)
         join(piece, part, tile[1] * (op[8] // kv_heads), max_rows, dim)
     finish(op, tile, piece, kv_head, max_rows)
 
@@ -283,9 +310,7 @@ def merge(item: int, op: Table, head: Table) -> None:
     kv_head = item % kv_heads
     tile = tile_of(op, head, item // kv_heads)
     first = head[PIECES] + item * head[NUM_PIECES] * op[13]
-    begin = 0
-    if op[7]:
-        begin = max(0, tile[2] - op[7] + 1) // (PIECE_BLOCKS * BLOCK_SIZE)
+    begin = first_block(op, tile) // PIECE_BLOCKS
     whole = first + begin * op[13]
     for number in range(begin + 1, pieces_of(tile)):
         join(whole, first + number * op[13], tile[1] * (op[8] // kv_heads), max_rows, dim)
