@@ -10,7 +10,8 @@ In a kernel `int` is int64, `float` is float32 and a `Table` is the address of i
 are assignments, if, while, for over range, return, calls of kernels and intrinsics, and expressions
 of names, numbers, + - * / // %, comparisons, and, or, not, min, max, int() and float(). `//` and
 `%` are for numbers that are not negative; both sides of `and`, `or` and a conditional expression
-are computed. Anything else raises TypeError with the line.
+are computed. What an intrinsic gives may also be a vector of float32: + - * / go element by
+element. Anything else raises TypeError with the line.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 I1, I64, F32 = ir.IntType(1), ir.IntType(64), ir.FloatType()
+VECTOR = ir.VectorType(F32, 32)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -240,7 +242,10 @@ class _Body:
 
     def _statement(self, node: ast.stmt) -> None:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
                 self._assign(name, self._value(value))
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
                 for target, found in zip(names, [self._value(v) for v in values], strict=True):

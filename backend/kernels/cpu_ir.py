@@ -1,7 +1,7 @@
 """Vector instructions for the compiled CPU kernels, written as LLVM IR.
 
 A kernel (cpu_compile) is loops and integers; what else it needs is here: loads and stores at bare
-addresses, 32-wide vector arithmetic, atomics, and the inner tiles of the matrix products. Addresses
+addresses, functions of 32 floats, atomics, and the inner tiles of the matrix products. Addresses
 are int64, because a step's description is one flat table of integers (cpu_program).
 
 Vectors are 32 elements long, whatever the machine has: LLVM splits them into registers. So a row's
@@ -17,12 +17,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from .cpu_compile import F32, I64, Intrinsic
+from .cpu_compile import F32, I64, VECTOR, Intrinsic
 
 WIDTH = 32
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
+_BYTES32, _WORDS16, _INTS8 = (
+    ir.VectorType(kind, count) for kind, count in ((_I8, 32), (_I16, 16), (_I32, 8))
+)
+# 2^r for |r| <= 1/2, to 1e-7 of it: the polynomial with the smallest largest error (Remez)
+_POWERS_OF_2 = (0.0013264726, 0.009671513, 0.055507337, 0.24022242, 0.69314698, 1.0)
+_LOG2_E = 1.44269502162933349609375  # a float32, and what is left
+_LOG2_E_REST = 1.9259629911e-8
 _FAST_SUM = ("reassoc", "nsz")
 
 Build = Callable[["Emitter", list[Any]], Any]
@@ -100,34 +107,44 @@ class Emitter:
         name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
         return self.call(name, _F32, zero, vector, fast=_FAST_SUM)
 
-    def largest(self, vector: Any) -> Any:
+    def larger(self, x: Any, y: Any) -> Any:
         """Not NaN's business: LLVM's own maximum takes three instructions for its sake."""
-        while vector.type.count > 1:
-            half = vector.type.count // 2
-            low, high = self.slice(vector, 0, half), self.slice(vector, half, half)
-            vector = self.b.select(self.b.fcmp_ordered(">", low, high), low, high)
-        return self.b.extract_element(vector, ir.Constant(_I32, 0))
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def largest(self, vector: Any) -> Any:
+        return self.b.extract_element(self.halved(vector, self.larger), ir.Constant(_I32, 0))
 
     def exp(self, x: Any) -> Any:
         """e^x for x <= 0 or little above, to 3 units in the last place; 0 below -87."""
         length = x.type.count
-        wide = x.type
         low = self.b.fcmp_ordered("<", x, self.constant(-87.0, length))
-        x = self.b.select(low, self.constant(-87.0, length), x)
-        scaled = self.b.fmul(x, self.constant(1.4426950408889634, length))
-        n = self.call(f"llvm.rint.v{length}f32", wide, scaled)
-        # ln 2 in two parts: the first is exact in few bits, so n times it is too
-        r = self.fma(n, self.constant(-0.693359375, length), x)
-        r = self.fma(n, self.constant(2.12194440054690583e-4, length), r)
-        y = self.constant(1.0 / 720, length)
-        for factor in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-            y = self.fma(y, r, self.constant(factor, length))
+        power = self.power(self.b.select(low, self.constant(-87.0, length), x))
+        return self.b.select(low, self.constant(0.0, length), power)
+
+    def power(self, x: Any) -> Any:
+        """e^x for |x| <= 87; NaN of NaN."""
+        length = x.type.count
+        # The sum has no bits for fractions, so it is rounded: what was added, and n = x / ln 2. Its
+        # lowest bits are n + 127, the exponent of 2^n.
+        large = self.constant(1.5 * 2.0**23 + 127, length)
+        factor = self.constant(_LOG2_E, length)
+        sum = self.fma(x, factor, large)
+        n = self.b.fsub(sum, large)
+        r = self.fma(x, factor, self.b.fneg(n))  # -1/2 ... 1/2
+        r = self.fma(x, self.constant(_LOG2_E_REST, length), r)
+        y = self.constant(_POWERS_OF_2[0], length)
+        for term in _POWERS_OF_2[1:]:
+            y = self.fma(y, r, self.constant(term, length))
         bits = ir.VectorType(_I32, length)
-        exponent = self.b.fptosi(n, bits)
-        exponent = self.b.add(exponent, ir.Constant(bits, [127] * length))
-        exponent = self.b.shl(exponent, ir.Constant(bits, [23] * length))
-        y = self.b.fmul(y, self.b.bitcast(exponent, wide))
-        return self.b.select(low, self.constant(0.0, length), y)
+        exponent = self.b.shl(self.b.bitcast(sum, bits), ir.Constant(bits, [23] * length))
+        return self.b.fmul(y, self.b.bitcast(exponent, x.type))
+
+    def halved(self, x: Any, join: Callable[[Any, Any], Any], length: int = 1) -> Any:
+        """The vector's halves joined, and theirs, until so few elements are left."""
+        while x.type.count > length:
+            half = x.type.count // 2
+            x = join(self.slice(x, 0, half), self.slice(x, half, half))
+        return x
 
     def to_bfloat16(self, x: Any) -> Any:
         """float32 vector to the upper 16 bits, rounded to nearest even."""
@@ -150,8 +167,8 @@ class Emitter:
 
 
 def _define(arguments: str, build: Build) -> Intrinsic:
-    """`arguments`: one letter each, i for int64 and f for float32."""
-    kinds = tuple(I64 if letter == "i" else F32 for letter in arguments)
+    """`arguments`: one letter each, i for int64, f for float32, v for 32 of them."""
+    kinds = tuple({"i": I64, "f": F32, "v": VECTOR}[letter] for letter in arguments)
     return Intrinsic(lambda builder, values: build(Emitter(builder), values), kinds)
 
 
@@ -194,10 +211,8 @@ yield_thread = _define("", _yield_thread)
 # --------------------------------------------------------------------------- 32 floats at a time
 
 
-def _add_squares(e: Emitter, a: list[Any]) -> Any:
-    total = e.b.fadd(e.floats(a[0]), e.floats(a[1]))
-    e.store(total, a[0])
-    return e.total(e.b.fmul(total, total))
+def _times(e: Emitter, a: list[Any]) -> None:
+    e.store(e.b.fmul(e.floats(a[0]), e.splat(a[2], WIDTH)), a[1])
 
 
 def _squares(e: Emitter, a: list[Any]) -> Any:
@@ -205,41 +220,25 @@ def _squares(e: Emitter, a: list[Any]) -> Any:
     return e.total(e.b.fmul(x, x))
 
 
-def _scaled(e: Emitter, a: list[Any]) -> None:
-    x = e.b.fmul(e.floats(a[0]), e.splat(a[3], WIDTH))
-    e.store(e.b.fmul(x, e.floats(a[1])), a[2])
-
-
-def _times(e: Emitter, a: list[Any]) -> None:
-    e.store(e.b.fmul(e.floats(a[0]), e.splat(a[2], WIDTH)), a[1])
-
-
 def _largest_magnitude(e: Emitter, a: list[Any]) -> Any:
     x = e.floats(a[0])
     return e.largest(e.call("llvm.fabs.v32f32", x.type, x))
 
 
-def _logistic(e: Emitter, x: Any) -> Any:
-    """1 / (1 + e^-x): of e^-|x| both halves follow without overflow."""
-    magnitude = e.call(f"llvm.fabs.v{x.type.count}f32", x.type, x)
-    one, zero = e.constant(1.0, x.type.count), e.constant(0.0, x.type.count)
-    power = e.exp(e.b.fsub(zero, magnitude))
-    top = e.b.select(e.b.fcmp_ordered("<", x, zero), power, one)
-    return e.b.fdiv(top, e.b.fadd(one, power))
+def _gated(e: Emitter, a: list[Any]) -> Any:
+    x, z = a
+    low, high = e.constant(-87.0), e.constant(87.0)
+    bounded = e.b.select(e.b.fcmp_ordered(">", low, z), low, z)  # NaN stays
+    bounded = e.b.select(e.b.fcmp_ordered("<", high, bounded), high, bounded)
+    return e.b.fdiv(x, e.b.fadd(e.constant(1.0), e.power(e.b.fneg(bounded))))
 
 
-def _silu_product(e: Emitter, a: list[Any]) -> None:
-    gate, up = e.floats(a[0]), e.floats(a[1])
-    e.store(e.b.fmul(e.b.fmul(gate, _logistic(e, gate)), up), a[2])
-
-
-def _gelu_product(e: Emitter, a: list[Any]) -> None:
-    """GELU's tanh form (Hendrycks and Gimpel, 2016): x (1 + tanh u) / 2 = x / (1 + e^-2u), where
-    2u = x (c + c 0.044715 x²) and c = √(8 / π)."""
-    gate, up = e.floats(a[0]), e.floats(a[1])
-    bent = e.fma(e.b.fmul(gate, gate), e.constant(0.0713548162726), e.constant(1.5957691216057308))
-    answer = e.b.fmul(gate, _logistic(e, e.b.fmul(gate, bent)))
-    e.store(e.b.fmul(answer, up), a[2])
+def _gelu_exponent(e: Emitter, a: list[Any]) -> Any:
+    """2u of GELU's tanh form (Hendrycks and Gimpel, 2016): x (1 + tanh u) / 2 = x / (1 + e^-2u),
+    where 2u = x (c + c 0.044715 x²) and c = √(8 / π)."""
+    (x,) = a
+    bent = e.fma(e.b.fmul(x, x), e.constant(0.0713548162726), e.constant(1.5957691216057308))
+    return e.b.fmul(x, bent)
 
 
 def _capped(e: Emitter, a: list[Any], length: int) -> None:
@@ -276,18 +275,19 @@ def _blend(e: Emitter, a: list[Any]) -> None:
     e.store(e.fma(e.floats(a[1], 0, 8), e.splat(a[3], 8), x), a[0])
 
 
-add_squares = _define("ii", _add_squares)  # x += y at (x, y); the sum of x²
+load32 = _define("i", lambda e, a: e.floats(a[0]))
+store32 = _define("vi", lambda e, a: e.store(a[0], a[1]))
+splat = _define("f", lambda e, a: e.splat(a[0], WIDTH))
+fma = _define("vvv", lambda e, a: e.fma(*a))  # x · y + z
+total = _define("v", lambda e, a: e.total(a[0]))
+gated = _define("vv", _gated)  # x / (1 + e^-z) of (x, z)
+gelu_exponent = _define("v", _gelu_exponent)
 squares = _define("i", _squares)
-scaled = _define("iiif", _scaled)  # (x, weight, out, factor)
-times = _define("iif", _times)  # (x, out, factor)
 largest_magnitude = _define("i", _largest_magnitude)
-silu_product = _define("iii", _silu_product)  # (gate, up, out)
-gelu_product = _define("iii", _gelu_product)
+times = _define("iif", _times)  # (x, out, factor)
 capped = _define("if", lambda e, a: _capped(e, a, WIDTH))  # (32 scores, cap)
 capped8 = _define("if", lambda e, a: _capped(e, a, 8))
 times8 = _define("if", lambda e, a: e.store(e.b.fmul(e.floats(a[0], 0, 8), e.splat(a[1], 8)), a[0]))
-total32 = _define("i", lambda e, a: e.total(e.floats(a[0])))
-plus = _define("iif", lambda e, a: e.store(e.b.fadd(e.floats(a[0]), e.splat(a[2], WIDTH)), a[1]))
 narrow = _define("ii", _narrow)  # float32 to bfloat16
 widen = _define("iii", _widen)  # (bfloat16, float32, ahead)
 zero = _define("i", _zero)
@@ -339,25 +339,80 @@ scatter = _define("iii", _scatter)
 # -------------------------------------------------------------------------------- quantised rows
 
 
-def _rounded(e: Emitter, address: Any, factor: Any) -> Any:
-    x = e.b.fmul(e.floats(address), e.splat(factor, WIDTH))
-    whole = e.call("llvm.rint.v32f32", x.type, x)
-    return e.b.fptosi(whole, ir.VectorType(_I32, WIDTH))
+def _chosen(e: Emitter, x: Any, y: Any, places: list[int]) -> Any:
+    """Elements of x, and of y behind it."""
+    return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(places)), places))
 
 
-def _quantize8(e: Emitter, a: list[Any]) -> Any:
-    whole = _rounded(e, a[0], a[2])
-    e.store(e.b.trunc(whole, ir.VectorType(_I8, WIDTH)), a[1], align=1)
-    total = e.call("llvm.vector.reduce.add.v32i32", _I32, whole)
-    return e.b.sitofp(total, _F32)
+def _joined(e: Emitter, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """What the elements of a vector of 8 come to, for one vector or for four at once."""
+    if len(vectors) == 1:
+        return e.halved(vectors[0], join)
+    evens, odds = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+    first, second = (
+        join(_chosen(e, x, y, evens), _chosen(e, x, y, odds)) for x, y in (vectors[:2], vectors[2:])
+    )
+    evens, odds = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    return e.halved(
+        join(_chosen(e, first, second, evens), _chosen(e, first, second, odds)), join, 4
+    )
 
 
-def _quantize16(e: Emitter, a: list[Any]) -> None:
-    e.store(e.b.trunc(_rounded(e, a[0], a[2]), ir.VectorType(_I16, WIDTH)), a[1], align=2)
+def _peak(e: Emitter, x: Any, block: int) -> Any:
+    """The largest magnitudes of 32, as 8."""
+    parts = [e.floats(x, 128 * block + at, 8) for at in range(0, 128, 32)]
+    sizes = [e.call("llvm.fabs.v8f32", part.type, part) for part in parts]
+    return e.larger(e.larger(sizes[0], sizes[1]), e.larger(sizes[2], sizes[3]))
 
 
-quantize8 = _define("iif", _quantize8)  # (x, out, factor); the sum of the integers
-quantize16 = _define("iif", _quantize16)
+def _quantized(bits: int, num_blocks: int) -> Intrinsic:
+    """Blocks of 32 floats to int8 or int16, and (scale, scaled sum) of each; (x, out, scales).
+
+    1 or 4 blocks, whose bits are the same: the steps between the peak and the first product wait
+    for each other, and 4 go through them together.
+    """
+    limit = 127.0 if bits == 8 else 32767.0
+
+    def build(e: Emitter, a: list[Any]) -> None:
+        x, out, scales = a
+        peaks = _joined(e, [_peak(e, x, block) for block in range(num_blocks)], e.larger)
+        most = e.constant(limit, num_blocks)
+        scale, factor = e.b.fdiv(peaks, most), e.b.fdiv(most, peaks)
+        is_tiny = e.b.fcmp_ordered("<=", peaks, e.constant(1e-30, num_blocks))
+        factor = e.b.select(is_tiny, e.constant(0.0, num_blocks), factor)
+        sums = []
+        for block in range(num_blocks):
+            mine = e.splat(e.b.extract_element(factor, ir.Constant(_I32, block)), 8)
+            parts = [e.floats(x, 128 * block + at, 8) for at in range(0, 128, 32)]
+            # to the nearest even, in one instruction
+            name = "llvm.x86.avx.cvt.ps2dq.256"
+            ints = [e.call(name, _INTS8, e.b.fmul(part, mine)) for part in parts]
+            _pack(e, ints, bits, e.b.add(out, ir.Constant(_I64, 4 * bits * block)))
+            sums.append(e.b.add(e.b.add(ints[0], ints[1]), e.b.add(ints[2], ints[3])))
+        total = _joined(e, sums, e.b.add)
+        scaled = e.b.fmul(scale, e.b.sitofp(total, scale.type))
+        places = [at for block in range(num_blocks) for at in (block, num_blocks + block)]
+        e.store(_chosen(e, scale, scaled, places), scales)
+
+    return _define("iii", build)
+
+
+def _pack(e: Emitter, ints: list[Any], bits: int, out: Any) -> None:
+    """32 int32 in four vectors become int8 or int16. The instructions pack each half of a register
+    for itself: first comes the first half of every vector."""
+    words = [e.call("llvm.x86.avx2.packssdw", _WORDS16, ints[at], ints[at + 1]) for at in (0, 2)]
+    if bits == 8:
+        bytes = e.b.bitcast(e.call("llvm.x86.avx2.packsswb", _BYTES32, *words), _INTS8)
+        e.store(_chosen(e, bytes, bytes, [0, 4, 1, 5, 2, 6, 3, 7]), out, align=1)
+        return
+    for index, half in enumerate(words):
+        pairs = e.b.bitcast(half, ir.VectorType(_I64, 4))
+        e.store(_chosen(e, pairs, pairs, [0, 2, 1, 3]), out, 32 * index, align=2)
+
+
+quantize8, quantize8_four = _quantized(8, 1), _quantized(8, 4)
+quantize16, quantize16_four = _quantized(16, 1), _quantized(16, 4)
+room = _define("", lambda e, a: e.local(4 * 4 * WIDTH))  # of a function's own, for 4 blocks
 
 
 # ----------------------------------------------------------------------------------- softmax row

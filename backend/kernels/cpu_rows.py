@@ -27,119 +27,145 @@ def row_bytes(width: int, bits: int) -> int:
     return width * 4 if bits == 16 else width * 2
 
 
-@inlined
+@kernel
 def quantize_row(x: int, width: int, bits: int, out: int, scales: int) -> None:
     """float32 [width] at x to int8 or int16 at out, and (scale, scaled sum) per 32 at scales.
 
     int8 for weights of 4 bits, int16 for those of 8; those of 16 take the row as it is.
     """
-    if bits == 16:
-        for lane in range(0, width * 4, 128):
-            vec.times(x + lane, out + lane, 1.0)
-        return
-    for block in range(width // 32):
-        source = x + block * 128
-        peak = vec.largest_magnitude(source)
-        limit = 127.0 if bits == 4 else 32767.0
-        factor = limit / peak if peak > 1e-30 else 0.0
-        scale = peak / limit
-        if bits == 4:
-            total = vec.quantize8(source, out + block * 32, factor)
-            vec.store_float(scales + block * 8 + 4, scale * total)
-        else:
-            vec.quantize16(source, out + block * 64, factor)
-        vec.store_float(scales + block * 8, scale)
+    num_blocks = width // 32
+    fours = num_blocks // 4 * 4
+    if bits == 4:
+        for block in range(0, fours, 4):
+            vec.quantize8_four(x + block * 128, out + block * 32, scales + block * 8)
+        for block in range(fours, num_blocks):
+            vec.quantize8(x + block * 128, out + block * 32, scales + block * 8)
+    elif bits == 8:
+        for block in range(0, fours, 4):
+            vec.quantize16_four(x + block * 128, out + block * 64, scales + block * 8)
+        for block in range(fours, num_blocks):
+            vec.quantize16(x + block * 128, out + block * 64, scales + block * 8)
+    else:
+        for at in range(0, width * 4, 128):
+            vec.store32(vec.load32(x + at), out + at)
 
 
 @inlined
-def squares(x: int, width: int) -> float:
-    total = 0.0
-    for block in range(width // 32):
-        total += vec.squares(x + block * 128)
+def quantize_part(x: int, begin: int, count: int, bits: int, out: int, scales: int) -> None:
+    """Elements of a row from `begin` on, which lie at x."""
+    quantize_row(x, count, bits, out + begin * (bits // 4), scales + begin // 4)
+
+
+@inlined
+def squares(x: int, mean: float, width: int) -> float:
+    """The sum of (x - mean)²: 32 sums, joined at the end."""
+    sums, center = vec.splat(0.0), vec.splat(mean)
+    for at in range(0, width * 4, 128):
+        part = vec.load32(x + at) - center
+        sums = vec.fma(part, part, sums)
+    total: float = vec.total(sums)
     return total
 
 
 @inlined
-def rms_norm(x: int, weight: int, out: int, width: int, eps: float) -> None:
-    factor = 1.0 / vec.sqrt(squares(x, width) / float(width) + eps)
-    for block in range(width // 32):
-        vec.scaled(x + block * 128, weight + block * 128, out + block * 128, factor)
+def mean_of(x: int, width: int) -> float:
+    sums = vec.splat(0.0)
+    for at in range(0, width * 4, 128):
+        sums = sums + vec.load32(x + at)
+    total: float = vec.total(sums)
+    return total / float(width)
 
 
 @inlined
-def layer_norm(x: int, weight: int, out: int, width: int, eps: float) -> None:
-    total = 0.0
-    for block in range(width // 32):
-        total += vec.total32(x + block * 128)
-    mean = total / float(width)
-    for block in range(width // 32):
-        vec.plus(x + block * 128, out + block * 128, -mean)
-    rms_norm(out, weight, out, width, eps)
+def inverse_rms(squares: float, width: int, eps: float) -> float:
+    factor: float = 1.0 / vec.sqrt(squares / float(width) + eps)
+    return factor
+
+
+@inlined
+def rms_norm(x: int, weight: int, width: int, eps: float) -> None:
+    """In place."""
+    factor = vec.splat(inverse_rms(squares(x, 0.0, width), width, eps))
+    for at in range(0, width * 4, 128):
+        vec.store32(vec.load32(x + at) * factor * vec.load32(weight + at), x + at)
 
 
 @inlined
 def add_branches(x: int, op: Table, at: int, eps: float) -> float:
-    """residual += (normed, scaled) delta + second delta; the sum of its squares."""
-    delta, width = op[2] + at, op[4]
-    if op[10]:
-        rms_norm(delta, op[10], delta, width, eps)
-    if op[11]:
-        for block in range(width // 32):
-            vec.times(delta + block * 128, delta + block * 128, vec.bits_to_float(op[11]))
-    total = 0.0
-    if op[13]:
-        for block in range(width // 32):
-            total = vec.add_squares(x + block * 128, op[13] + at + block * 128)
-    total = 0.0
-    for block in range(width // 32):
-        total += vec.add_squares(x + block * 128, delta + block * 128)
+    """residual += second delta + (normed, scaled) delta; the sum of its squares."""
+    delta, second, width, weight = op[2] + at, op[13] + at, op[4], op[10]
+    scale, factor = vec.splat(vec.bits_to_float(op[11])), vec.splat(1.0)
+    sums = vec.splat(0.0)
+    if weight:
+        factor = vec.splat(inverse_rms(squares(delta, 0.0, width), width, eps))
+    for lane in range(0, width * 4, 128):
+        added, whole = vec.load32(delta + lane), vec.load32(x + lane)
+        if weight:
+            added = added * factor * vec.load32(weight + lane)
+        if op[11]:
+            added = added * scale
+        if op[13]:
+            whole = whole + vec.load32(second + lane)
+        whole = whole + added
+        vec.store32(whole, x + lane)
+        sums = vec.fma(whole, whole, sums)
+    total: float = vec.total(sums)
     return total
 
 
 @kernel
 def norm(row: int, op: Table, head: Table) -> None:
-    # op: hidden, delta or 0, weight or 0, width, bits, out, scales, only logit rows, normed rows,
-    # weight of the delta's own norm or 0, factor of the delta (float32 bits) or 0, is LayerNorm,
-    # second delta or 0
-    weight, width = op[3], op[4]
+    # op: hidden, delta or 0, weight or 0, width, bits, out, scales, only logit rows, where normed
+    # rows are kept or 0, weight of the delta's own norm or 0, factor of the delta (float32 bits) or
+    # 0, is LayerNorm, second delta or 0
+    weight, width, bits = op[3], op[4], op[5]
     source = row
     if op[8]:
         rows = head[LOGIT_ROWS]
         source = vec.load_int(rows + row * 8)
     at = source * width * 4
     x, eps = op[1] + at, vec.bits_to_float(head[EPS])
-    total = 0.0
+    mean, total = 0.0, 0.0
     if op[2]:
         total = add_branches(x, op, at, eps)
     elif weight:
-        total = squares(x, width)
-    normed = op[9] + row * width * 4
+        total = squares(x, 0.0, width)
     if op[12]:
-        layer_norm(x, weight, normed, width, eps)
-    elif weight:
-        factor = 1.0 / vec.sqrt(total / float(width) + eps)
-        for block in range(width // 32):
-            vec.scaled(x + block * 128, weight + block * 128, normed + block * 128, factor)
-    else:
-        normed = x
-    out = op[6] + row * row_bytes(width, op[5])
-    quantize_row(normed, width, op[5], out, op[7] + row * (width // 32) * 8)
+        mean = mean_of(x, width)
+        total = squares(x, mean, width)
+    center, factor = vec.splat(mean), vec.splat(inverse_rms(total, width, eps))
+    out, scales = op[6] + row * row_bytes(width, bits), op[7] + row * (width // 32) * 8
+    normed = op[9] + row * width * 4
+    room = vec.room()
+    for begin in range(0, width, 128):
+        count = min(128, width - begin)
+        target = normed + begin * 4 if op[9] else room
+        if weight:
+            for at in range(0, count * 4, 128):
+                part = (vec.load32(x + begin * 4 + at) - center) * factor
+                vec.store32(part * vec.load32(weight + begin * 4 + at), target + at)
+        else:
+            target = x + begin * 4
+        quantize_part(target, begin, count, bits, out, scales)
 
 
 @kernel
 def gate(row: int, op: Table) -> None:
-    # op: gate and up, width, bits, out, scales, products, 0 for SiLU or 1 for GELU
-    width = op[2]
+    # op: gate and up, width, bits, out, scales, 0 for SiLU or 1 for GELU
+    width, bits = op[2], op[3]
     x = op[1] + row * width * 8
-    products = op[6] + row * width * 4
-    for block in range(width // 32):
-        up = x + (width + block * 32) * 4
-        if op[7]:
-            vec.gelu_product(x + block * 128, up, products + block * 128)
-        else:
-            vec.silu_product(x + block * 128, up, products + block * 128)
-    out = op[4] + row * row_bytes(width, op[3])
-    quantize_row(products, width, op[3], out, op[5] + row * (width // 32) * 8)
+    out, scales = op[4] + row * row_bytes(width, bits), op[5] + row * (width // 32) * 8
+    room = vec.room()
+    for begin in range(0, width, 128):
+        count = min(128, width - begin)
+        for at in range(0, count * 4, 128):
+            part = vec.load32(x + begin * 4 + at)
+            exponent = part
+            if op[6]:
+                exponent = vec.gelu_exponent(part)
+            up = vec.load32(x + (width + begin) * 4 + at)
+            vec.store32(vec.gated(part, exponent) * up, room + at)
+        quantize_part(room, begin, count, bits, out, scales)
 
 
 @kernel
@@ -221,13 +247,13 @@ def rope(row: int, op: Table, head: Table) -> None:
     eps = vec.bits_to_float(head[EPS])
     angles = position * op[14] * 4
     if op[13]:
-        rms_norm(x, op[4], x, heads * dim, eps)
-        rms_norm(x + heads * dim * 4, op[5], x + heads * dim * 4, kv_heads * dim, eps)
+        rms_norm(x, op[4], heads * dim, eps)
+        rms_norm(x + heads * dim * 4, op[5], kv_heads * dim, eps)
     for index in range(heads + kv_heads):
         at = x + index * dim * 4
         weight = op[4] if index < heads else op[5]
         if weight and not op[13]:
-            rms_norm(at, weight, at, dim, eps)
+            rms_norm(at, weight, dim, eps)
         if op[6]:
             turn(at, op[6] + angles, op[7] + angles, op[14], op[15])
     for index in range(kv_heads):

@@ -91,7 +91,6 @@ class Program:
         self._answered = self._floats(config.hidden_size)
         self._qkv = self._floats(qkv)
         self._gate_up = self._floats(2 * config.intermediate_size)
-        self._products = self._floats(config.intermediate_size)
         # a row: int8 or int16 for matrices of 4 and 8 bits, float32 for those of 16
         self._rows = torch.empty((num_rows, widest), dtype=torch.float32)
         self._scales = self._floats(widest // 16)
@@ -219,7 +218,7 @@ class Program:
             self._rows,
             self._scales,
             int(is_last),
-            self._normed,
+            self._normed if config.norms == "parallel" else None,
             out_norm,
             float_bits(residual_scale) if residual_scale != 1 else 0,
             int(config.norm_kind == "layer"),
@@ -290,7 +289,6 @@ class Program:
             layer.down.matrix.bits,
             self._rows,
             self._scales,
-            self._products,
             ACTIVATIONS[config.activation],
         )
         self._add_matmul(layer.down, self._answered)
