@@ -99,7 +99,8 @@ def peaks_of(piece: int, max_rows: int, dim: int) -> int:
 @inlined
 def place(op: Table, tile: Table, kv_head: int, block: int) -> int:
     """Where a block's keys of a head lie, in bytes from those of block 0; its values as well."""
-    return vec.load_int(tile[3] + block * 8) * op[11] + kv_head * op[10] * BLOCK_SIZE * 2
+    base: int = vec.load_int(tile[3] + block * 8) * op[11]
+    return base + kv_head * op[10] * BLOCK_SIZE * 2
 
 
 @inlined

@@ -37,10 +37,8 @@ from .cpu_threads import ThreadGovernor
 log = logging.getLogger("llmd.kernels")
 
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
-SOURCES = tuple(
-    f"cpu_{part}.py"
-    for part in ("compile", "ir", "tiles", "step", "rows", "attend", "stored", "program")
-)
+_PARTS = "compile ir tiles step rows attend stored fetch products program"
+SOURCES = tuple(f"cpu_{part}.py" for part in _PARTS.split())
 
 
 def why_not() -> str:
@@ -251,7 +249,7 @@ def _product(launcher: Launcher, rows: Tensor, matrix: cpu_pack.PackedMatrix) ->
         matrix.bits,
     )
     counters = np.zeros((launcher.max_threads + 1, 8), dtype=np.int64)  # last: arrivals, threads
-    stride = cpu_step.unpacked_bytes(width)
+    stride = cpu_step.scratch_stride([cpu_step.unpacked_bytes(width)])
     scratch = torch.empty(stride * launcher.max_threads, dtype=torch.uint8)
     header = np.zeros(cpu_step.HEADER_FIELDS, dtype=np.int64)
     header[cpu_step.NUM_OPS] = 2

@@ -7,9 +7,12 @@ sizes of what the writer of a program must provide.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 BLOCK_SIZE = 32  # tokens of a cache block, and scores of a row at a time
 QUERY_TILE = 8  # query tokens that share the widened keys of a block
 BYTES_UNPACKED = 2 * (256 + 64)  # 16 outputs · 32 inputs: bytes, scales, offsets (float32)
+CURSOR_BYTES = 64
 MOST_UNPACKED = 320 * 1024  # bytes of unpacked weights
 PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
 
@@ -32,7 +35,7 @@ PIECE_BLOCKS = 16  # cache blocks that are summed up from scratch
     PIECES,  # address of their results
     EPS,  # float32 bits
     SCRATCH,
-    SCRATCH_STRIDE,  # bytes per thread
+    SCRATCH_STRIDE,  # bytes per thread; the last CURSOR_BYTES are for cpu_fetch
     THREADS_SEEN,  # address of one int64, zero at the start
     CYCLES,  # address of one int64 per operation, for the processor's clock at its end; 0: none
     HEADER_FIELDS,
@@ -76,3 +79,8 @@ def unpacked_bytes(num_inputs: int) -> int:
     """
     size = num_inputs // 32 * BYTES_UNPACKED
     return size if size <= MOST_UNPACKED else 0
+
+
+def scratch_stride(sizes: Iterable[int]) -> int:
+    """Bytes of scratch per thread, for operations that need so many each."""
+    return (max(sizes) + 63) // 64 * 64 + CURSOR_BYTES

@@ -163,11 +163,21 @@ def unpack_4bit() -> Intrinsic:
 
 
 def tile_unpacked(num_rows: int) -> Intrinsic:
-    """As tile_4bit for two strips that unpack_4bit has written: many rows share its work."""
+    """As tile_4bit for two strips that unpack_4bit has written: many rows share its work.
+
+    Two addresses more, `ahead` and `keys`: a block fetches the next two lines from either.
+    """
 
     def build(e: Emitter, args: list[Any]) -> None:
+        *args, ahead, keys = args
         tile = _Tile(e, num_rows, 2, 32, args)
         block = e.b.add(args[4], e.b.mul(tile.step, ir.Constant(_I64, BYTES_UNPACKED)))
+        weights_line = e.b.add(ahead, e.b.mul(tile.step, ir.Constant(_I64, 128)))
+        e.prefetch(weights_line)
+        e.prefetch(weights_line, 64)
+        keys_line = e.b.add(keys, e.b.mul(tile.step, ir.Constant(_I64, 128)))
+        e.prefetch(keys_line)
+        e.prefetch(keys_line, 64)
         for step in range(8):
             weights = [e.load(block, _BYTES32, 64 * step + 32 * strip, 32) for strip in range(2)]
             for row, x_row in enumerate(tile.x_rows):
@@ -179,7 +189,7 @@ def tile_unpacked(num_rows: int) -> Intrinsic:
         offsets = [e.load(block, _FLOAT8, 576 + 32 * strip, 32) for strip in range(2)]
         tile.end(scales, offsets)
 
-    return Intrinsic(lambda builder, values: build(Emitter(builder), values), (I64,) * 9)
+    return Intrinsic(lambda builder, values: build(Emitter(builder), values), (I64,) * 11)
 
 
 def _widen_sums(tile: _Tile) -> None:

@@ -190,6 +190,16 @@ class Program:
             factor = float_bits(config.logit_scale)
             self._add(cpu_step.CAP, 0, config.vocab_size, 0, factor, cap)
         self._add(cpu_step.BEST, 0, config.vocab_size, 0)
+        self._name_next_attention()
+
+    def _name_next_attention(self) -> None:
+        """A product knows which attention follows, to fetch for it; the last ones know none."""
+        follows = 0
+        for number, op in reversed(list(enumerate(self._ops))):
+            if op[0] == cpu_step.ATTEND:
+                follows = number
+            elif op[0] == cpu_step.MATMUL:
+                op.append(follows)
 
     def _add(self, kind: int, *fields: int | Tensor | None) -> None:
         """Tensors become their addresses, None becomes 0."""
@@ -320,7 +330,7 @@ class Program:
         for layer in network.layers:
             linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
             sizes += [cpu_step.unpacked_bytes(linear.matrix.num_inputs) for linear in linears]
-        scratch = max(sizes)
+        scratch = cpu_step.scratch_stride(sizes)
         self._scratch = torch.empty(scratch * threads, dtype=torch.uint8)
         arrivals = self._counters[-1].ctypes.data
         header[cpu_step.OPS] = self._table.ctypes.data
