@@ -41,7 +41,7 @@ def main() -> None:
         ways[f"llmd of {args.beside.name}"] = {"PYTHONPATH": str(args.beside)}
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        name = asyncio.run(pull(ModelStore(Path(folder)), str(args.model))).name.display
+        name = asyncio.run(pull(ModelStore(Path(folder)), str(args.model.resolve()))).name.display
         for environ in ways.values():
             start(Path(folder), name, environ)  # kernels and files of each version
         for _ in range(args.rounds):
