@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import subprocess
@@ -15,6 +14,8 @@ import numpy as np
 import pytest
 
 from llmd.backend.kernels.cpu_launch import Launcher, _read, _write, why_not
+
+from .compiled import Compiled
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"compiled kernels: {why_not()}")
 
@@ -61,16 +62,8 @@ def mixed(x: float, n: int) -> float:
     return x * n
 
 
-def compiled(function: Callable[..., Any], num_arguments: int) -> Callable[..., int]:
-    import llvmlite.binding as llvm
-
-    text = cpu_compile.translate(cpu_compile.kernel(function), frozenset())
-    features = llvm.get_host_cpu_features().flatten()
-    loaded = cpu_compile.Loaded(cpu_compile.machine_code(text, llvm.get_host_cpu_name(), features))
-    kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * num_arguments)
-    call = kind(loaded.address_of(function.__name__))
-    call.keep = loaded  # type: ignore[attr-defined]
-    return call
+def compiled(function: Callable[..., Any], num_arguments: int) -> Compiled:
+    return Compiled(cpu_compile.kernel(function), function.__name__, num_arguments)
 
 
 def test_a_kernel_computes_what_python_computes() -> None:

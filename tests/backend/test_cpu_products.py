@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
-from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -16,7 +14,11 @@ from torch import Tensor
 from llmd.backend.kernels import cpu_pack, cpu_step
 from llmd.backend.kernels.cpu_launch import Launcher, _product, why_not
 
+from .compiled import Compiled
+
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"compiled kernels: {why_not()}")
+
+Code = tuple[Compiled, Compiled]  # begins to fetch; says what comes next
 
 KV_HEADS, DIM = 3, 64
 HALF = KV_HEADS * DIM * cpu_step.BLOCK_SIZE * 2  # bytes of a block's keys
@@ -76,7 +78,7 @@ class Fetching:
         self.header[cpu_step.NUM_THREADS] = threads
         self.header[cpu_step.SCRATCH_STRIDE] = 512
 
-    def fetched(self, code: tuple[Callable[..., int], Callable[..., int]], me: int) -> list[int]:
+    def fetched(self, code: Code, me: int) -> list[int]:
         """The addresses that this thread asks for, 1,152 bytes at a time, until nothing is left."""
         begin, following = code
         head, scratch = self.header.ctypes.data, self.scratch.ctypes.data + 512 * me
@@ -102,31 +104,17 @@ def expected(tiles: list[tuple[int, int, list[int]]], window: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def code() -> tuple[Callable[..., int], Callable[..., int]]:
-    import llvmlite.binding as llvm
+def code() -> Code:
+    from llmd.backend.kernels import cpu_fetch
 
-    from llmd.backend.kernels import cpu_compile, cpu_fetch
-
-    features = llvm.get_host_cpu_features().flatten()
-
-    def compiled(kernel: object, name: str, num_arguments: int) -> Callable[..., int]:
-        text = cpu_compile.translate(kernel, frozenset())
-        loaded = cpu_compile.Loaded(
-            cpu_compile.machine_code(text, llvm.get_host_cpu_name(), features)
-        )
-        kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * num_arguments)
-        call = kind(loaded.address_of(name))
-        call.keep = loaded  # type: ignore[attr-defined]
-        return call
-
-    begin = compiled(cpu_fetch.begin_fetching, "begin_fetching", 3)
-    return begin, compiled(cpu_fetch.next_lines, "next_lines", 4)
+    begin = Compiled(cpu_fetch.begin_fetching, "begin_fetching", 3)
+    return begin, Compiled(cpu_fetch.next_lines, "next_lines", 4)
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_next_attention_is_fetched_once_and_in_its_order(
-    code: tuple[Callable[..., int], Callable[..., int]], threads: int, window: int
+    code: Code, threads: int, window: int
 ) -> None:
     rng = random.Random(5)
     tiles = []
@@ -140,7 +128,7 @@ def test_the_next_attention_is_fetched_once_and_in_its_order(
 
 
 def test_a_cursor_of_a_larger_step_reads_nothing_of_a_smaller_one(
-    code: tuple[Callable[..., int], Callable[..., int]],
+    code: Code,
 ) -> None:
     step = Fetching([(100, 1, [1, 2, 3, 4])] * 4, 1, 0)
     begin, following = code
