@@ -130,6 +130,25 @@ def test_the_latest_occurrence_wins_and_the_limit_holds() -> None:
     assert Drafter(8).propose([1, 2, 3], 8) == ()
 
 
+def test_where_three_tokens_were_never_seen_two_are_looked_up() -> None:
+    tokens = [4, 1, 2, 9, 5, 6, 7, 1, 2]
+    assert Drafter(8).propose(tokens, 2) == (9, 5)
+    assert Drafter(8).propose([*tokens[:-2], 4, 1, 2], 2) == (9, 5)
+    assert Drafter(8).propose([*tokens[:-2], 8, 2], 2) == ()
+
+
+def test_drafts_behind_two_tokens_are_trusted_less_and_on_their_own_record() -> None:
+    by_three, by_two = [7, 1, 2, 9, 5, 6, 3, 7, 1, 2], [7, 1, 2, 9, 5, 6, 3, 1, 2]
+    drafter = Drafter(8)
+    before = len(drafter.propose(by_three, 8, 0.2))
+    assert 0 < len(drafter.propose(by_two, 8, 0.2)) < before
+    for _ in range(8):
+        drafter.record(1, 0)  # behind two
+    assert drafter.propose(by_two, 8, 0.2) == ()
+    assert len(drafter.propose(by_three, 8, 0.2)) == before
+    assert not drafter.is_pausing(len(by_two) + 1)
+
+
 def test_while_a_prompt_is_read_nobody_drafts() -> None:
     runner = Parrot(256, BLOCK)
     config = SchedulerConfig(256, BLOCK, max_batch_tokens=32, prefill_chunk=4, max_drafts=8)
