@@ -19,7 +19,8 @@ paper's five-shot prefix; "plain" does not.
     --real      a real model on this CPU, lengths a quarter as long, all at once: requests per
                 second at saturation. A clock is fitted to the steps of one of the four runs, and
                 says beforehand what the other three will do. With --cpu-time one thread runs and
-                its processor's seconds are counted, which other programs disturb less
+                its processor's seconds are counted, which other programs disturb less. With
+                --paper-lengths they are as long as the paper's, in memory for four reservations
 
     python -m llmd.benchmarks.ablation --out benchmarks/results/ablation-simulator.md
     python -m llmd.benchmarks.ablation --real MODEL.gguf --out benchmarks/results/ablation-cpu.md
@@ -74,6 +75,7 @@ MACHINES = {
 }
 PAPER = {"reserved": 2048, "block_size": 16, "mean_prompt": 161, "mean_output": 338}
 CPU = Setting(4096, 512, 32, 40, 84, 85, 64)
+CPU_PAPER_LENGTHS = Setting(8192, 2048, 32, 161, 338, 341, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,21 +345,24 @@ def measure(options: argparse.Namespace) -> str:
     files = [ModelFile(options.real.name, "weights", str(options.real))]
     clock = time.process_time if options.cpu_time else time.perf_counter
     num_threads = int(options.cpu_time)
-    length = CPU.reserved
+    setting = CPU_PAPER_LENGTHS if options.paper_lengths else CPU
+    length = setting.reserved
     load = Load("ablation", "ablation", files, context_length=length, num_threads=num_threads)
     runner = ModelRunner(open_checkpoint(files), load, lambda share, stage: None)
     warm = make_trace(CPU, 99, 8, 1e6, False)
     Serving(MeasuredRunner(runner, clock), CPU, "paged", warm).run()
     tables = [
-        measured_table(runner, clock, CPU, options.seed, options.requests, has_system_prompt)
+        measured_table(runner, clock, setting, options.seed, options.requests, has_system_prompt)
         for has_system_prompt in (False, True)
     ]
+    flags = " --cpu-time" * options.cpu_time + " --paper-lengths" * options.paper_lengths
     return (
         f"# Ablation, measured on a CPU\n\n`python -m llmd.benchmarks.ablation --real "
-        f"{options.real.name} --requests {options.requests} --seed {options.seed}`: kernels "
-        f"{runner.details['kernels']}, {runner.details['threads']} threads; {CPU.kv_slots} slots "
-        f"of KV cache, reservations of {CPU.reserved}, prompts of {CPU.mean_prompt} and outputs of "
-        f"{CPU.mean_output} tokens in the mean, all there at once; seconds are those of the steps"
+        f"{options.real.name} --requests {options.requests} --seed {options.seed}{flags}`: kernels "
+        f"{runner.details['kernels']}, {runner.details['threads']} threads; {setting.kv_slots} "
+        f"slots of KV cache, reservations of {setting.reserved}, prompts of {setting.mean_prompt} "
+        f"and outputs of {setting.mean_output} tokens in the mean, all there at once; seconds are "
+        f"those of the steps"
         f"{', of the processor' if options.cpu_time else ''}."
         "\n\n" + "\n\n".join(tables) + "\n"
     )
@@ -369,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", choices=sorted(MACHINES), default="a100")
     parser.add_argument("--real", type=Path, help="a GGUF to run on this CPU")
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--paper-lengths", action="store_true")
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
