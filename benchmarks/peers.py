@@ -112,7 +112,10 @@ def _vllm_environment(cache: Path, port: int) -> dict[str, str]:
 def _transformers(cache: Path, port: int) -> list[str]:
     program = cache / "transformers" / "bin" / "transformers"
     weights = cache / "weights" / "hf"
-    return [str(program), "serve", str(weights), "--port", str(port), "--continuous-batching"]
+    # 32,768 tokens of cache; left alone it takes 0.8 of the memory that nobody else has yet
+    memory = ("--cb-num-blocks", "128", "--cb-max-batch-tokens", "2048")
+    batching = ("--continuous-batching", *memory)
+    return [str(program), "serve", str(weights), "--port", str(port), *batching]
 
 
 def _llmd_environment(cache: Path, port: int) -> dict[str, str]:
