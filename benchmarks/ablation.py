@@ -75,7 +75,9 @@ MACHINES = {
 }
 PAPER = {"reserved": 2048, "block_size": 16, "mean_prompt": 161, "mean_output": 338}
 CPU = Setting(4096, 512, 32, 40, 84, 85, 64)
-CPU_PAPER_LENGTHS = Setting(8192, 2048, 32, 161, 338, 341, 64)
+CPU_PAPER_LENGTHS = Setting(
+    kv_slots=8192, system_prompt=341, max_num_seqs=64, **PAPER | {"block_size": CPU.block_size}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def _vllm_environment(cache: Path, port: int) -> dict[str, str]:
 def _transformers(cache: Path, port: int) -> list[str]:
     program = cache / "transformers" / "bin" / "transformers"
     weights = cache / "weights" / "hf"
-    # 32,768 tokens of cache; left alone it takes 0.8 of the memory that nobody else has yet
+    # 32,768 tokens of cache; left alone it takes more than half of the memory that is free
     memory = ("--cb-num-blocks", "128", "--cb-max-batch-tokens", "2048")
     batching = ("--continuous-batching", *memory)
     return [str(program), "serve", str(weights), "--port", str(port), *batching]

@@ -12,7 +12,7 @@ that one more is right, learnt from those that as many tokens had led to, and wh
 costs the step, learnt by the scheduler (step_time). A draft is added as long as it brings more
 tokens per second than the step has without it. Where not even the first one behind three tokens
 does, the drafter pauses, twice as long each time, so that text which does not repeat pays next to
-nothing.
+nothing. Those behind two tokens that are not worth their rows are left out until after a pause.
 
 Owner: the Scheduler; one Drafter per decoding sequence, made when it first decodes.
 """
